@@ -1,0 +1,56 @@
+"""The interfaces between the shells. Implementations live above (`training/`) or beside (`runtime/`).
+
+No I/O, no torch: only shapes. Each interface says which thread calls it.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from keepstep.protocol.messages import StateName
+
+
+class ExchangeBuffer(Protocol):
+    """One bucket of one exchange, as bytes. Out of place: the input is never written, so that a retry can repeat it.
+
+    All offsets are byte offsets, multiples of `itemsize`. Called from the engine's threads only.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def itemsize(self) -> int: ...
+
+    def input(self, lo: int, hi: int) -> memoryview:
+        """The local contribution [lo, hi), read-only use."""
+        ...
+
+    def output(self, lo: int, hi: int) -> memoryview:
+        """The writable result [lo, hi)."""
+        ...
+
+    def reduce(self, lo: int, hi: int, received: memoryview) -> None:
+        """output[lo:hi] = received + input[lo:hi], element by element, in this operand order."""
+        ...
+
+    def copy_through(self, lo: int, hi: int) -> None:
+        """output[lo:hi] = input[lo:hi]: a ring of one."""
+        ...
+
+
+class StateSource(Protocol):
+    """Serves this rank's part of named states as one flat byte space. Called from the state server's thread."""
+
+    def manifest(self, state: StateName) -> bytes | None:
+        """JSON that describes the byte space (at least `{"total": nbytes}`), or None if the state is not held."""
+        ...
+
+    def read(self, state: StateName, lo: int, hi: int) -> bytes | None:
+        """A copy of bytes [lo, hi), consistent with `manifest`, or None if the state is no longer held."""
+        ...
+
+
+class EventSink(Protocol):
+    """Takes structured events. Never blocks, never raises into training. Any thread."""
+
+    def emit(self, event: str, fields: Mapping[str, object]) -> None: ...

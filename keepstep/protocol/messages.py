@@ -1,0 +1,276 @@
+"""What the parts say to each other. Frozen values: validated once, compared by content, safe to share.
+
+Three conversations (FT-HSDP section 5):
+
+* leaders with the store: `Report` up, `Decision` down (4.1 of the design: the quorum);
+* a leader with its replica's ranks over the control tree: `Decided`, `Load`, `Verdict`, `Finish` down, `Hello`, `Vote`,
+  `Fetched` up (two-phase commit);
+* `LedgerState` and `Endpoint` ride along in them.
+
+Standard library only: the wire encoding (msgspec) works on these dataclasses from outside.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq, Step, UnitId
+
+
+class Role(str, Enum):
+    """What a member does in a step."""
+
+    WORKER = "worker"  # holds the state: trains the step
+    CATCHING_UP = "catching_up"  # fetches the state, contributes zero gradients
+
+
+class Kind(str, Enum):
+    """What a decision is for."""
+
+    TRAIN = "train"  # train `step` from the base state
+    GATHER = "gather"  # training is over: no exchange, members that lack the final state fetch it
+    END = "end"  # every live replica holds the final state: leave
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateName:
+    """Names a state exactly: whoever holds this name holds the same bits (invariant I1).
+
+    `lineage` is the seq of the decision under which step-1 was committed; for the initial state (step 0) it is the
+    seq of the decision that made it the base.
+    """
+
+    step: Step
+    lineage: Seq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerState:
+    """Which units are committed, as of one state. Part of the replicated state; see `protocol/ledger.py`.
+
+    pool:   committed = {u < next_unit} minus requeued.
+    stream: unit u belongs to stream u % len(cursors); committed = {u : u // len(cursors) < cursors[u % len(cursors)]}.
+    """
+
+    policy: str = "pool"
+    fingerprint: str = ""  # of the data: seed, length, unit size, ...; two ledgers of one job never differ in it
+    total: int | None = None  # number of units in the job; None: endless
+    next_unit: UnitId = UnitId(0)
+    requeued: tuple[UnitId, ...] = ()
+    cursors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a leader tells the quorum. Answers exactly one decision: `answers` = seq of the last one it has seen.
+
+    A process without a state reports `state=None, materialized=False`. A replica that catches up reports the state it
+    will hold once its fetch and replay are done, with `materialized=False`.
+    """
+
+    replica_id: ReplicaId
+    incarnation: Incarnation
+    answers: Seq
+    state: StateName | None
+    materialized: bool
+    ledger: LedgerState | None  # of `state`; None without a state
+    held_units: tuple[UnitId, ...] = ()  # begun for step `state.step`; their local gradients exist or are being made
+    broken: bool = False  # a link of our ring failed under decision `answers`
+    finished: bool = False  # `state` is the job's last (all units committed, or max_steps)
+    leaving: bool = False  # wants out at this step boundary
+    layout_digest: str = ""  # of the buckets: names, shapes, dtypes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One replica's place in a decision. Members stand in ring order."""
+
+    replica_id: ReplicaId
+    incarnation: Incarnation
+    role: Role
+    units: tuple[UnitId, ...] = ()
+    fetch: bool = False  # CATCHING_UP only: True = start a (new) fetch of the base; False = the running one goes on
+    has: StateName | None = None  # the state it reported as materialized, if any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the quorum answers. Published by one compare-and-swap; everybody reads the same.
+
+    `ancestry` holds the names of the states behind the base, newest first, some tens of them.
+    """
+
+    seq: Seq
+    quorum_id: QuorumId
+    kind: Kind
+    step: Step
+    base: Seq  # lineage of the state it starts from: StateName(step, base)
+    ancestry: tuple[StateName, ...]
+    members: tuple[Member, ...]
+    ledger: LedgerState | None  # of the base; None only for a step 0 that starts from a process's initial state
+    num_replicas: int  # what the job was configured with: t of the learning-rate policies
+    reason: str
+
+    @property
+    def start(self) -> StateName:
+        """The state every WORKER holds when it begins."""
+        return StateName(step=self.step, lineage=self.base)
+
+    @property
+    def outcome(self) -> StateName:
+        """The state of whoever completes it."""
+        return StateName(step=Step(self.step + 1), lineage=self.seq)
+
+    @property
+    def workers(self) -> tuple[Member, ...]:
+        return tuple(m for m in self.members if m.role is Role.WORKER)
+
+    def member(self, replica_id: ReplicaId, incarnation: Incarnation) -> Member | None:
+        """This life of the replica in the decision, or None."""
+        for m in self.members:
+            if m.replica_id == replica_id and m.incarnation == incarnation:
+                return m
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where one rank listens."""
+
+    host: str
+    ftar_port: int
+    state_port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """The same rank in another replica, as a rank needs to know it: one per member, in the decision's order."""
+
+    replica_id: ReplicaId
+    incarnation: Incarnation
+    endpoint: Endpoint
+
+
+# --- control tree, leader -> ranks -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """A decision that this replica takes part in, with the addresses of this rank's peers in member order."""
+
+    decision: Decision
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Every rank has fetched `state`: load it and replay what has been committed since."""
+
+    state: StateName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The end of the two-phase commit of decision `seq`."""
+
+    seq: Seq
+    commit: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOver:
+    """Drop the state and everything pending: behave as a fresh process from now on."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """Leave the training loop. `error` non-empty: raise it."""
+
+    error: str = ""
+
+
+Downward = Decided | Load | Verdict | StartOver | Finish
+
+
+# --- control tree, ranks -> leader -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A rank is ready to take part. Sent once, after the model and data are built."""
+
+    rank: Rank
+    endpoint: Endpoint
+    layout_digest: str
+    ledger: LedgerState  # the ledger of the initial state
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """First phase: yes iff every bucket of the step completed under decision `seq`."""
+
+    rank: Rank
+    seq: Seq
+    yes: bool
+    caught_up: bool = True  # CATCHING_UP: the base is loaded and everything before this step replayed
+    ring_broken: bool = False
+    suspect: ReplicaId | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """This rank's part of `state` is in memory and verified (ok), or cannot be had from anyone (not ok)."""
+
+    rank: Rank
+    state: StateName
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingBroken:
+    """A ring link failed while no exchange needed it. Lets the leader act before the next bucket is due."""
+
+    rank: Rank
+    quorum_id: QuorumId
+    suspect: ReplicaId | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The state is loaded and all committed steps are replayed (GATHER: the final state is held)."""
+
+    rank: Rank
+    state: StateName
+
+
+Upward = Hello | Vote | Fetched | RingBroken | Loaded
+
+
+# --- settings of the quorum ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The waiting rules of `quorum.decide`. All times in nanoseconds of one decider's monotonic clock."""
+
+    num_replicas: int
+    min_replicas: int = 1
+    start_wait_ns: int = 60_000_000_000  # first decision: wait so long for all replicas to report
+    straggler_ns: int = 60_000_000_000  # then go on without a live WORKER that does not answer
+    member_grace_ns: int = 50_000_000  # a CATCHING_UP member's answer comes within milliseconds: do not drop it
+    join_wait_ns: int = 0  # wait for announced replicas
+    restore_wait_ns: int = 10_000_000_000
+    finish_wait_ns: int = 30_000_000_000  # at the end: wait so long for announced replicas
+    ancestry_max: int = 32
+    units_per_worker: int = 1
+    zones: dict[ReplicaId, str] = field(default_factory=dict)  # "building/zone/rack" labels for the ring order
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_replicas <= self.num_replicas:
+            raise ValueError(f"min_replicas must be in 1..{self.num_replicas}, got {self.min_replicas}")
