@@ -1,0 +1,52 @@
+# make setup | demo | test | test-faults | bench-kill | format
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-bench demo test lint unit test-faults bench-kill format clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+setup: $(VENV)/.ready  ## build .venv with everything that demo and tests need
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "keepstep needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup-bench: $(VENV)/.ready-bench  ## also the peers that the benchmarks run
+
+$(VENV)/.ready-bench: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	@touch $@
+
+demo: setup  ## three replicas train, one is killed, the others go on, it catches up: summary and picture
+	$(BIN)/keepstep demo
+
+test: setup lint unit  ## everything that CI runs
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: setup
+	$(BIN)/python -m pytest -m "not faults"
+
+test-faults: setup  ## the long matrix: a kill in every phase, on real processes
+	$(BIN)/python -m pytest -m faults
+
+bench-kill: setup-bench  ## survivors' stall after a kill, beside torchft and plain gloo
+	$(BIN)/python benchmarks/kill.py
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
