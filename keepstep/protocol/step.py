@@ -1,0 +1,334 @@
+"""One replica's step, as its leader drives it: report -> decided -> vote -> commit | retry.
+
+    hellos of all ranks ──> REPORTED ──decision with us──> RUNNING ──all votes yes──> commit ─┐
+                               ^  ^                           │                               │
+                               │  └──── decision without us ──┤ (superseded: give the step up)│
+                               │                              └──any vote no──> retry ────────┤
+                               └───────────────── report again, answering that decision ──────┘
+
+Consistency inside the replica is a two-phase commit (FT-HSDP section 5.3): a rank votes yes iff every bucket of the step
+completed; only if all did does anyone touch the weights. Across replicas nothing is agreed: a replica that could not
+complete what another one did finds itself off the newest state in the next decision and catches up.
+
+Departs from the paper: a retry repeats the exchange, not the backward pass, because the local gradients are kept.
+
+Invariants kept here:
+  * a report answers one decision, and whoever has answered a decision can no longer complete it (`answers` only grows, and
+    a verdict is only ever given for the decision that is running);
+  * `state` and `ledger` change together, in `_commit`, and nowhere else but where a decision hands us a base.
+
+Pure: takes events, returns ordered effects, keeps no clock. What fails here is a bug (`LocalProtocolError`); lost ranks
+do not appear at all, since the launcher ends the whole replica.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from keepstep.protocol import ledger as ledgers
+from keepstep.protocol.errors import JobMismatch, LocalProtocolError
+from keepstep.protocol.ids import NO_DECISION, Incarnation, QuorumId, Rank, ReplicaId, Seq, Step, UnitId
+from keepstep.protocol.messages import (
+    Decided,
+    Decision,
+    Fetched,
+    Finish,
+    Hello,
+    Kind,
+    LedgerState,
+    Load,
+    Loaded,
+    Member,
+    Report,
+    RingBroken,
+    Role,
+    StartOver,
+    StateName,
+    Upward,
+    Verdict,
+    Vote,
+)
+from keepstep.protocol.quorum import speculate
+
+# --- effects, in the order in which they must be carried out ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Write the report to the store. A later one replaces an earlier one that is not written yet."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Send to every rank of the replica."""
+
+    message: Load | Verdict | StartOver | Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellDecided:
+    """Send the decision to every rank, each with the addresses of its own peers."""
+
+    decision: Decision
+
+
+Effect = Publish | Tell | TellDecided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """What a leader must know about the job."""
+
+    replica_id: ReplicaId
+    incarnation: Incarnation
+    size: int  # ranks in the replica
+    max_steps: int | None = None
+    max_pending: int = 16  # reduced gradients kept while a fetch is under way, in steps
+
+    def finished(self, step: Step, ledger: LedgerState) -> bool:
+        """Whether the state before `step` is the job's last."""
+        return (self.max_steps is not None and step >= self.max_steps) or ledgers.complete(ledger)
+
+
+def after_commit(decision: Decision, ledger: LedgerState) -> LedgerState:
+    """The ledger of `decision.outcome`: the base's ledger plus the units of every WORKER.
+
+    Whoever completes the exchange holds the gradients of all of them, so the ledger is a function of the decision alone.
+    """
+    return ledgers.commit(ledger, tuple(unit for m in decision.members for unit in m.units))
+
+
+def layout_digest(hellos: Iterable[Hello]) -> str:
+    """One digest for the replica, from its ranks in order: same-numbered ranks of two replicas must agree."""
+    return hashlib.sha256("+".join(hello.layout_digest for hello in hellos).encode()).hexdigest()[:16]
+
+
+class LeaderMachine:
+    """Drives one life of one replica. Single-threaded: all calls come from the leader's control loop."""
+
+    def __init__(self, settings: StepSettings) -> None:
+        self.settings = settings
+        self.state: StateName | None = None
+        self.materialized = False
+        self.ledger: LedgerState | None = None
+        self.running: Decision | None = None
+        self.over = False
+        self._last_seen = NO_DECISION
+        self._hellos: dict[Rank, Hello] = {}
+        self._votes: dict[Rank, Vote] = {}
+        self._fetched: set[Rank] = set()
+        self._loaded: set[Rank] = set()
+        self._load_told = False
+        self._start_over = ""
+        self._pending = 0
+        self._held_units: tuple[UnitId, ...] = ()
+        self._quorum_id: QuorumId | None = None
+        self._broken = False  # a link of ring `_quorum_id` failed
+
+    # --- what the quorum says ---------------------------------------------------------------------------------
+
+    def on_decision(self, decision: Decision) -> tuple[Effect, ...]:
+        """A decision was read from the store. Old ones (the store only moves forward) are ignored."""
+        if self.over or decision.seq <= self._last_seen:
+            return ()
+        self._last_seen = decision.seq
+        me = decision.member(self.settings.replica_id, self.settings.incarnation)
+        if decision.kind is Kind.END:
+            return self._end(decision, me)
+        if not self._ready:
+            return ()  # our first report will answer it
+        if me is None:
+            return self._superseded(decision)
+        if self.running is not None:
+            raise LocalProtocolError(
+                f"decision {decision.seq} names us, but we have not answered decision {self.running.seq}"
+            )
+        return self._adopt(decision, me)
+
+    def _superseded(self, decision: Decision) -> tuple[Effect, ...]:
+        """The quorum went on without us: give up what was running, and answer the new decision."""
+        effects: list[Effect] = []
+        if self.running is not None and self.running.kind is Kind.TRAIN:
+            effects.append(self._verdict(commit=False, reason=f"superseded by decision {decision.seq}"))
+        self.running = None
+        return (*effects, *self._after_verdict())
+
+    def _adopt(self, decision: Decision, me: Member) -> tuple[Effect, ...]:
+        if me.role is Role.WORKER and self.state is None:
+            if decision.base != decision.seq:
+                raise LocalProtocolError(f"decision {decision.seq} calls us a WORKER, but we hold no state")
+            self.state, self.materialized = decision.start, True  # our initial state is the job's
+            assert self.ledger is None or decision.ledger is None or self.ledger == decision.ledger
+            self.ledger = decision.ledger or self._initial_ledger
+        elif me.role is Role.WORKER and (self.state != decision.start or not self.materialized):
+            raise LocalProtocolError(
+                f"decision {decision.seq} calls us a WORKER of {decision.start}, we hold {self.state}"
+            )
+        elif me.role is Role.CATCHING_UP and me.fetch:
+            self.state, self.materialized = decision.start, False
+            self.ledger = decision.ledger or self._initial_ledger
+            self._fetched.clear()
+            self._load_told = False
+            self._pending = 0
+            self._start_over = ""
+        self.running = decision
+        self._quorum_id, self._broken = decision.quorum_id, False
+        self._votes.clear()
+        self._loaded.clear()
+        self._held_units = me.units
+        effects: list[Effect] = [TellDecided(decision=decision)]
+        if decision.kind is Kind.GATHER and me.role is Role.WORKER:
+            self.running = None
+            effects += self._report()
+        return tuple(effects)
+
+    def _end(self, decision: Decision, me: Member | None) -> tuple[Effect, ...]:
+        self.over = True
+        self.running = None
+        return (
+            Tell(message=Finish(error="" if me is not None else f"the job has ended: {decision.reason}")),
+        )
+
+    # --- what our ranks say -----------------------------------------------------------------------------------
+
+    def on_message(self, message: Upward) -> tuple[Effect, ...]:
+        """A rank of this replica spoke. Messages about anything but the running decision are late: ignored."""
+        if self.over:
+            return ()
+        match message:
+            case Hello():
+                return self._on_hello(message)
+            case Vote():
+                return self._on_vote(message)
+            case Fetched():
+                return self._on_fetched(message)
+            case Loaded():
+                return self._on_loaded(message)
+            case RingBroken():
+                self._broken = self._broken or message.quorum_id == self._quorum_id
+                return ()
+
+    def _on_hello(self, hello: Hello) -> tuple[Effect, ...]:
+        if hello.rank in self._hellos:
+            raise LocalProtocolError(f"rank {hello.rank} said hello twice")
+        first = next(iter(self._hellos.values()), hello)
+        for what, ours, theirs in (
+            ("keepstep version", first.version, hello.version),
+            ("data set or unit size", first.ledger.fingerprint, hello.ledger.fingerprint),
+        ):
+            if ours != theirs:
+                raise JobMismatch(
+                    f"ranks {first.rank} and {hello.rank} of replica {self.settings.replica_id} differ in their {what} "
+                    f"({ours} and {theirs}): start every rank with the same script, arguments and installation"
+                )
+        self._hellos[hello.rank] = hello
+        return self._report() if self._ready else ()
+
+    def _on_vote(self, vote: Vote) -> tuple[Effect, ...]:
+        if self.running is None or vote.seq != self.running.seq:
+            return ()
+        self._votes[vote.rank] = vote
+        self._broken = self._broken or vote.ring_broken
+        if not vote.yes:
+            return self._retry(vote)
+        return self._commit() if len(self._votes) == self.settings.size else ()
+
+    def _on_fetched(self, message: Fetched) -> tuple[Effect, ...]:
+        if self._load_told or self._start_over or self.materialized:
+            return ()
+        if not message.ok:
+            self._start_over = f"rank {message.rank} could not fetch the state: {message.reason}"
+            return self._restart_fetch() if self._not_training else ()
+        self._fetched.add(message.rank)
+        if len(self._fetched) < self.settings.size:
+            return ()
+        self._load_told = True
+        return (Tell(message=Load(state=message.state)),)
+
+    def _on_loaded(self, message: Loaded) -> tuple[Effect, ...]:
+        if self.materialized or message.state != self.state:
+            return ()
+        self._loaded.add(message.rank)
+        if len(self._loaded) < self.settings.size or not self._not_training:
+            return ()
+        self.materialized = True
+        self.running = None
+        return self._report()
+
+    # --- the end of a step ------------------------------------------------------------------------------------
+
+    def _commit(self) -> tuple[Effect, ...]:
+        decision, ledger = self.running, self.ledger
+        assert decision is not None
+        assert ledger is not None
+        me = decision.member(self.settings.replica_id, self.settings.incarnation)
+        assert me is not None
+        if me.role is Role.CATCHING_UP:
+            self.materialized = self._load_told and all(v.caught_up for v in self._votes.values())
+            self._pending = 0 if self.materialized else self._pending + 1
+            if self._pending > self.settings.max_pending and not self._load_told:
+                self._start_over = f"the fetch has outlasted {self._pending} steps"
+        self.state = decision.outcome
+        self.ledger = after_commit(decision, ledger)
+        self._held_units = ()
+        if me.role is Role.WORKER and not self.settings.finished(self.state.step, self.ledger):
+            self._held_units = speculate(decision, self.settings.replica_id)
+        verdict = self._verdict(commit=True)
+        self.running = None
+        return (verdict, *self._after_verdict())
+
+    def _retry(self, vote: Vote) -> tuple[Effect, ...]:
+        verdict = self._verdict(commit=False, reason=f"rank {vote.rank}: {vote.reason}")
+        self.running = None
+        return (verdict, *self._after_verdict())
+
+    def _after_verdict(self) -> tuple[Effect, ...]:
+        return self._restart_fetch() if self._start_over else self._report()
+
+    def _restart_fetch(self) -> tuple[Effect, ...]:
+        """Behave as a fresh process from now on."""
+        reason, self._start_over = self._start_over, ""
+        self.state, self.materialized, self.ledger = None, False, None
+        self.running = None
+        self._load_told = False
+        self._fetched.clear()
+        self._held_units = ()
+        return (Tell(message=StartOver(reason=reason)), *self._report())
+
+    def _verdict(self, *, commit: bool, reason: str = "") -> Tell:
+        assert self.running is not None
+        return Tell(message=Verdict(seq=self.running.seq, commit=commit, reason=reason))
+
+    # --- reports ----------------------------------------------------------------------------------------------
+
+    @property
+    def _ready(self) -> bool:
+        return len(self._hellos) == self.settings.size
+
+    @property
+    def _not_training(self) -> bool:
+        return self.running is None or self.running.kind is not Kind.TRAIN
+
+    @property
+    def _initial_ledger(self) -> LedgerState:
+        return self._hellos[Rank(0)].ledger
+
+    def _report(self) -> tuple[Effect, ...]:
+        ledger = self.ledger if self.state is not None else self._initial_ledger
+        report = Report(
+            replica_id=self.settings.replica_id,
+            incarnation=self.settings.incarnation,
+            answers=self._last_seen,
+            state=self.state,
+            materialized=self.materialized,
+            ledger=ledger,
+            held_units=self._held_units,
+            broken=self._broken,
+            finished=self.state is not None
+            and ledger is not None
+            and self.settings.finished(self.state.step, ledger),
+            layout_digest=layout_digest(self._hellos[Rank(r)] for r in range(self.settings.size)),
+        )
+        return (Publish(report=report),)
