@@ -1,0 +1,301 @@
+"""This rank's part of the training state, as one flat byte space that peers can read while training goes on.
+
+The state is the model's parameters and buffers, the optimizer's state and settings, the scheduler's, and whatever the user
+adds. Tensors are laid out one after the other (64-byte aligned); everything else travels as JSON in the manifest. There is
+no pickle.
+
+*Copy before write*: peers read straight from the live tensors for as long as they hold the wanted state. Just before the
+optimizer overwrites it, the ranges that nobody has read yet are copied aside, and readers go on with the copy. If that
+would take more than `copy_bytes_max`, the state is let go and the reader starts over from a newer one.
+
+Threads: the state server's threads call `manifest` and `read`; the main thread calls `before_write`, `after_write`, `load`;
+the control loop calls `serve`. One condition variable guards the names; tensor bytes are copied under it, a piece at a time.
+
+Departs from the paper: there a source must not change its state while it is read (section 5.6).
+"""
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from keepstep.protocol.errors import ConfigError, InvariantViolation
+from keepstep.protocol.messages import StateName
+from keepstep.protocol.rangeset import RangeSet
+from keepstep.training.buckets import like, local
+
+ALIGN = 64
+_DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+class Stateful(Protocol):
+    """Anything whose state is JSON: schedulers, counters."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in the byte space."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]  # of this rank's part
+    lo: int
+    hi: int
+    sharded: bool  # wrap it like its parameter when loading
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A moment's byte space: which tensor lies where, and the values beside them."""
+
+    entries: tuple[Entry, ...]
+    values: dict[str, Any]
+    total: int
+
+    def to_json(self) -> bytes:
+        rows = [[e.path, e.dtype, list(e.shape), e.lo, e.hi, e.sharded] for e in self.entries]
+        return json.dumps({"total": self.total, "tensors": rows, "values": self.values}).encode()
+
+    @staticmethod
+    def from_json(text: bytes) -> "Layout":
+        raw = json.loads(text)
+        entries = tuple(Entry(p, d, tuple(s), lo, hi, sh) for p, d, s, lo, hi, sh in raw["tensors"])
+        return Layout(entries, raw["values"], raw["total"])
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The tensor's bytes, in row-major order; shares memory when it is contiguous."""
+    flat = local(tensor).detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
+class _Frozen:
+    """What was copied aside of a state that has been overwritten since."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.data = np.empty(layout.total, np.uint8)  # pages are only taken where we write
+        self.valid = RangeSet()
+
+
+class TrainingState:
+    """Implements `ports.StateSource` over a live model and optimizer."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        copy_bytes_max: int = 1 << 62,
+        wait_s: float = 60.0,
+    ) -> None:
+        self.model, self.optimizer, self.extra = model, optimizer, dict(extra or {})
+        self.copy_bytes_max, self.wait_s = copy_bytes_max, wait_s
+        self._changed = threading.Condition()
+        self._live: StateName | None = None
+        self._layout: tuple[Layout, list[torch.Tensor]] | None = None
+        self._read: RangeSet = RangeSet()  # of the live state, by anyone
+        self._wanted: frozenset[StateName] = frozenset()
+        self._frozen: dict[StateName, _Frozen] = {}
+        self._closed = False
+        self.copied_bytes = 0  # in all, for the events
+        self.to_layout()  # an unsupported state must be refused at the start, not at the first failure
+
+    # --- layout -----------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, p in self.model.named_parameters():
+            yield f"model/{name}", p
+        for name, b in self.model.named_buffers():
+            yield f"model/{name}", b
+        for g, group in enumerate(self.optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                state = self.optimizer.state.get(p, {})
+                for key in sorted(state):
+                    if isinstance(state[key], torch.Tensor):
+                        yield f"optimizer/{g}/{i}/{key}", state[key]
+
+    def _values(self) -> dict[str, Any]:
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        plain = {
+            f"{g}/{i}/{key}": value
+            for g, group in enumerate(self.optimizer.param_groups)
+            for i, p in enumerate(group["params"])
+            for key, value in self.optimizer.state.get(p, {}).items()
+            if not isinstance(value, torch.Tensor)
+        }
+        values = {"groups": groups, "optimizer": plain}
+        values["extra"] = {name: part.state_dict() for name, part in self.extra.items()}
+        try:
+            json.dumps(values)
+        except TypeError as error:
+            raise ConfigError(
+                f"the state of the optimizer, scheduler or extra parts holds something that is neither a tensor nor JSON "
+                f"({error}): keepstep sends no pickles between hosts; keep such values out of state_dict()"
+            ) from None
+        return values
+
+    def to_layout(self) -> tuple[Layout, list[torch.Tensor]]:
+        """The byte space of the live tensors, right now."""
+        entries, tensors, at = [], [], 0
+        for path, tensor in self._tensors():
+            part = local(tensor)
+            size = part.numel() * part.element_size()
+            sharded = isinstance(tensor, DTensor)
+            entries.append(Entry(path, str(part.dtype), tuple(part.shape), at, at + size, sharded))
+            tensors.append(tensor)
+            at += -(-size // ALIGN) * ALIGN
+        return Layout(tuple(entries), self._values(), at), tensors
+
+    def _live_layout(self) -> tuple[Layout, list[torch.Tensor]]:
+        if self._layout is None:
+            self._layout = self.to_layout()
+        return self._layout
+
+    # --- ports.StateSource: the server's threads --------------------------------------------------------------
+
+    def manifest(self, state: StateName) -> bytes | None:
+        with self._changed:
+            if not self._await(state):
+                return None
+            frozen = self._frozen.get(state)
+            return (frozen.layout if frozen else self._live_layout()[0]).to_json()
+
+    def read(self, state: StateName, lo: int, hi: int) -> bytes | None:
+        with self._changed:
+            if not self._await(state):
+                return None
+            frozen = self._frozen.get(state)
+            if frozen is not None:
+                if not frozen.valid.covers(lo, hi):
+                    return None  # it was read before the write, and is gone
+                return frozen.data[lo:hi].tobytes()
+            out = np.zeros(hi - lo, np.uint8)
+            self._copy_live(out, lo, hi)
+            self._read.add(lo, hi)
+            return out.tobytes()
+
+    def _await(self, state: StateName) -> bool:
+        """Waits for a state that the main thread is about to reach; False if it is not to be had."""
+
+        def known() -> bool:
+            return self._closed or state == self._live or state in self._frozen or state not in self._wanted
+
+        self._changed.wait_for(known, self.wait_s)
+        return not self._closed and (state == self._live or state in self._frozen)
+
+    def _copy_live(self, out: np.ndarray[Any, np.dtype[np.uint8]], lo: int, hi: int) -> None:
+        """out[0 : hi-lo] = live bytes [lo, hi); padding is left as it is."""
+        layout, tensors = self._live_layout()
+        for entry, tensor in zip(layout.entries, tensors, strict=True):
+            a, b = max(lo, entry.lo), min(hi, entry.hi)
+            if a < b:
+                out[a - lo : b - lo] = _bytes_of(tensor)[a - entry.lo : b - entry.lo]
+
+    # --- the control loop -------------------------------------------------------------------------------------
+
+    def serve(self, states: frozenset[StateName]) -> None:
+        """From now on exactly these states must stay readable."""
+        with self._changed:
+            self._wanted = states
+            for gone in self._frozen.keys() - states:
+                del self._frozen[gone]
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wakes every waiting reader with "not held"."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # --- the main thread --------------------------------------------------------------------------------------
+
+    def before_write(self) -> int:
+        """The live state is about to be overwritten; returns how many bytes had to be copied aside."""
+        with self._changed:
+            copied = 0
+            if self._live is not None and self._live in self._wanted:
+                layout, _ = self._live_layout()
+                gaps = self._read.missing(layout.total)
+                size = sum(hi - lo for lo, hi in gaps)
+                if size <= self.copy_bytes_max:
+                    frozen = self._frozen[self._live] = _Frozen(layout)
+                    for lo, hi in gaps:
+                        self._copy_live(frozen.data[lo:hi], lo, hi)
+                        frozen.valid.add(lo, hi)
+                    copied = size
+            self._live, self._layout = None, None
+            self._read = RangeSet()
+            self.copied_bytes += copied
+            self._changed.notify_all()
+            return copied
+
+    def after_write(self, state: StateName | None) -> None:
+        """The live tensors now hold `state`."""
+        with self._changed:
+            self._live, self._layout = state, None
+            self._changed.notify_all()
+
+    @property
+    def live(self) -> StateName | None:
+        return self._live
+
+    def load(self, manifest: bytes, data: bytes | bytearray | memoryview) -> None:
+        """Overwrites model, optimizer and extra parts with fetched bytes. Call between before_write and after_write.
+
+        Raises InvariantViolation if the bytes do not describe this model: nothing is half loaded then.
+        """
+        layout = Layout.from_json(manifest)
+        mine = {path: tensor for path, tensor in self._tensors() if path.startswith("model/")}
+        theirs = {e.path: e for e in layout.entries}
+        for path, tensor in mine.items():
+            entry = theirs.get(path)
+            if (
+                entry is None
+                or entry.shape != tuple(local(tensor).shape)
+                or entry.dtype != str(local(tensor).dtype)
+            ):
+                raise InvariantViolation(f"the fetched state does not fit this model at {path}: {entry}")
+        view = np.frombuffer(data, np.uint8)
+        self._load_values(layout.values)
+        with torch.no_grad():
+            for entry in layout.entries:
+                part = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+                if part.numel():
+                    part.reshape(-1).view(torch.uint8).numpy()[:] = view[entry.lo : entry.hi]
+                if entry.path in mine:
+                    local(mine[entry.path]).copy_(part)
+                else:
+                    _, g, i, key = entry.path.split("/", 3)
+                    param = self.optimizer.param_groups[int(g)]["params"][int(i)]
+                    self.optimizer.state[param][key] = like(part, param) if entry.sharded else part
+
+    def _load_values(self, values: dict[str, Any]) -> None:
+        self.optimizer.state.clear()
+        for group, fetched in zip(self.optimizer.param_groups, values["groups"], strict=True):
+            for key, value in fetched.items():
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        for path, value in values["optimizer"].items():
+            g, i, key = path.split("/", 2)
+            self.optimizer.state[self.optimizer.param_groups[int(g)]["params"][int(i)]][key] = value
+        for name, part in self.extra.items():
+            part.load_state_dict(values["extra"][name])
+
+    def digest(self) -> int:
+        """64 bits over every tensor's bytes and every value: equal iff this rank's state is equal."""
+        layout, tensors = self.to_layout()
+        hasher = xxhash.xxh3_64(layout.to_json())
+        for tensor in tensors:
+            hasher.update(_bytes_of(tensor).data)
+        return int(hasher.intdigest())

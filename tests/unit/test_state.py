@@ -1,0 +1,143 @@
+"""The state as bytes that peers read while training goes on."""
+
+import threading
+
+import pytest
+import torch
+
+from keepstep.protocol.errors import ConfigError, InvariantViolation
+from keepstep.protocol.ids import Seq, Step
+from keepstep.protocol.messages import StateName
+from keepstep.training.state import TrainingState
+
+
+def name(step: int, lineage: int = 1) -> StateName:
+    return StateName(step=Step(step), lineage=Seq(lineage))
+
+
+class Replica:
+    """A tiny model, its optimizer, and the state over both."""
+
+    def __init__(self, seed: int, copy_bytes_max: int = 1 << 40) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.state = TrainingState(
+            self.model,
+            self.optimizer,
+            extra={"scheduler": self.scheduler},
+            copy_bytes_max=copy_bytes_max,
+            wait_s=5.0,
+        )
+
+    def train(self) -> None:
+        self.model(torch.ones(2, 5)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+
+def fetch(source: TrainingState, state: StateName, piece: int = 64) -> tuple[bytes, bytes]:
+    manifest = source.manifest(state)
+    assert manifest is not None
+    import json
+
+    total = json.loads(manifest)["total"]
+    parts = [source.read(state, lo, min(lo + piece, total)) for lo in range(0, total, piece)]
+    assert all(part is not None for part in parts)
+    return manifest, b"".join(part for part in parts if part is not None)
+
+
+def test_a_fetched_state_is_the_same_bits_and_trains_on_alike() -> None:
+    healthy, fresh = Replica(0), Replica(1)
+    for _ in range(3):
+        healthy.train()
+    healthy.state.after_write(name(3))
+    assert healthy.state.digest() != fresh.state.digest()
+    fresh.state.load(*fetch(healthy.state, name(3)))
+    assert healthy.state.digest() == fresh.state.digest()
+    healthy.train()
+    fresh.train()
+    assert healthy.state.digest() == fresh.state.digest()
+    assert fresh.optimizer.param_groups[0]["lr"] == healthy.optimizer.param_groups[0]["lr"] != 0.01
+
+
+def test_copy_before_write_keeps_what_has_not_been_read() -> None:
+    healthy, fresh = Replica(0), Replica(1)
+    healthy.train()
+    healthy.state.after_write(name(1))
+    healthy.state.serve(frozenset({name(1)}))
+    before = healthy.state.digest()
+    manifest, whole = fetch(healthy.state, name(1))
+    healthy.state.after_write(name(1))
+    healthy.state._read.__init__()  # type: ignore[misc]  (as if nobody had read)
+    head = healthy.state.read(name(1), 0, 128)
+    copied = healthy.state.before_write()
+    assert copied == len(whole) - 128
+    healthy.train()
+    healthy.state.after_write(name(2))
+    assert healthy.state.read(name(1), 0, 128) is None, "read once, then overwritten"
+    tail = healthy.state.read(name(1), 128, len(whole))
+    assert head is not None
+    assert tail is not None
+    fresh.state.load(manifest, head + tail)
+    assert fresh.state.digest() == before != healthy.state.digest()
+    healthy.state.serve(frozenset())
+    assert healthy.state.read(name(1), 128, 256) is None
+
+
+def test_nothing_is_copied_when_nobody_wants_it_or_everything_was_read() -> None:
+    healthy = Replica(0)
+    healthy.state.after_write(name(0))
+    assert healthy.state.before_write() == 0
+    healthy.state.after_write(name(1))
+    healthy.state.serve(frozenset({name(1)}))
+    fetch(healthy.state, name(1))
+    assert healthy.state.before_write() == 0
+
+
+def test_a_copy_over_the_limit_is_not_made() -> None:
+    healthy = Replica(0, copy_bytes_max=16)
+    healthy.state.after_write(name(1))
+    healthy.state.serve(frozenset({name(1)}))
+    assert healthy.state.before_write() == 0
+    healthy.state.after_write(name(2))
+    assert healthy.state.manifest(name(1)) is None
+
+
+def test_a_reader_waits_for_a_state_that_is_about_to_be_reached() -> None:
+    healthy = Replica(0)
+    healthy.state.after_write(name(0))
+    healthy.state.before_write()
+    healthy.state.serve(frozenset({name(1)}))
+    got: list[bytes | None] = []
+    reader = threading.Thread(target=lambda: got.append(healthy.state.manifest(name(1))))
+    reader.start()
+    healthy.train()
+    healthy.state.after_write(name(1))
+    reader.join(5.0)
+    assert got
+    assert got[0] is not None
+
+
+def test_a_state_of_another_model_is_refused_whole() -> None:
+    healthy, other = (
+        Replica(0),
+        TrainingState(torch.nn.Linear(5, 7), torch.optim.SGD([torch.ones(1)], lr=0.1)),
+    )
+    healthy.state.after_write(name(1))
+    with pytest.raises(InvariantViolation, match="does not fit"):
+        other.load(*fetch(healthy.state, name(1)))
+
+
+def test_a_state_that_is_not_json_is_refused_at_the_start() -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, object]:
+            return {"f": object()}
+
+        def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="neither a tensor nor JSON"):
+        TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), extra={"odd": Odd()})
