@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keepstep.protocol.errors import InvariantViolation
-from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq, Step, UnitId
+from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq, UnitId
 from keepstep.protocol.messages import (
     Decided,
     Decision,
@@ -209,9 +209,7 @@ class RankMachine:
         if decision.kind is Kind.TRAIN and decision.quorum_id != self._quorum_id:
             self._quorum_id = decision.quorum_id
             position = decision.members.index(me)
-            effects.append(
-                ConfigureRing(quorum_id=decision.quorum_id, peers=message.peers, position=position)
-            )
+            effects.append(ConfigureRing(quorum_id=decision.quorum_id, peers=message.peers, position=position))
         if me.role is Role.WORKER and self.held is None:
             if self._touched:
                 raise InvariantViolation(
@@ -245,9 +243,7 @@ class RankMachine:
             self.held = None
             self._fetching, self._base_ledger = decision.start, self.ledger
             sources = tuple(
-                peer
-                for peer, member in zip(peers, decision.members, strict=True)
-                if member.role is Role.WORKER
+                peer for peer, member in zip(peers, decision.members, strict=True) if member.role is Role.WORKER
             )
             effects += [CancelFetch(), StartFetch(state=decision.start, sources=sources)]
         if decision.kind is Kind.TRAIN:
@@ -305,9 +301,7 @@ class RankMachine:
         vote = Vote(rank=self.rank, seq=seq, yes=False, ring_broken=True, suspect=suspect, reason=reason)
         return (SendUp(message=vote),)
 
-    def on_ring_broken(
-        self, quorum_id: QuorumId, suspect: ReplicaId | None, reason: str
-    ) -> tuple[Effect, ...]:
+    def on_ring_broken(self, quorum_id: QuorumId, suspect: ReplicaId | None, reason: str) -> tuple[Effect, ...]:
         """A link failed while nothing was exchanged."""
         if quorum_id != self._quorum_id:
             return ()

@@ -29,3 +29,5 @@ UnitId = NewType("UnitId", int)
 NO_DECISION = Seq(0)
 
 LEADER = Rank(0)
+
+FIRST_UNIT = UnitId(0)

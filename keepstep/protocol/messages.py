@@ -11,19 +11,19 @@ Standard library only: the wire encoding (msgspec) works on these dataclasses fr
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
-from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq, Step, UnitId
+from keepstep.protocol.ids import FIRST_UNIT, Incarnation, QuorumId, Rank, ReplicaId, Seq, Step, UnitId
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What a member does in a step."""
 
     WORKER = "worker"  # holds the state: trains the step
     CATCHING_UP = "catching_up"  # fetches the state, contributes zero gradients
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What a decision is for."""
 
     TRAIN = "train"  # train `step` from the base state
@@ -54,7 +54,7 @@ class LedgerState:
     policy: str = "pool"
     fingerprint: str = ""  # of the data: seed, length, unit size, ...; two ledgers of one job never differ in it
     total: int | None = None  # number of units in the job; None: endless
-    next_unit: UnitId = UnitId(0)
+    next_unit: UnitId = FIRST_UNIT
     requeued: tuple[UnitId, ...] = ()
     cursors: tuple[int, ...] = ()
 

@@ -27,9 +27,8 @@ from dataclasses import dataclass
 
 from keepstep.protocol import ledger as ledgers
 from keepstep.protocol.errors import JobMismatch, LocalProtocolError
-from keepstep.protocol.ids import NO_DECISION, Incarnation, QuorumId, Rank, ReplicaId, Seq, Step, UnitId
+from keepstep.protocol.ids import NO_DECISION, Incarnation, QuorumId, Rank, ReplicaId, Step, UnitId
 from keepstep.protocol.messages import (
-    Decided,
     Decision,
     Fetched,
     Finish,
@@ -187,9 +186,7 @@ class LeaderMachine:
     def _end(self, decision: Decision, me: Member | None) -> tuple[Effect, ...]:
         self.over = True
         self.running = None
-        return (
-            Tell(message=Finish(error="" if me is not None else f"the job has ended: {decision.reason}")),
-        )
+        return (Tell(message=Finish(error="" if me is not None else f"the job has ended: {decision.reason}")),)
 
     # --- what our ranks say -----------------------------------------------------------------------------------
 
@@ -326,9 +323,7 @@ class LeaderMachine:
             ledger=ledger,
             held_units=self._held_units,
             broken=self._broken,
-            finished=self.state is not None
-            and ledger is not None
-            and self.settings.finished(self.state.step, ledger),
+            finished=self.state is not None and ledger is not None and self.settings.finished(self.state.step, ledger),
             layout_digest=layout_digest(self._hellos[Rank(r)] for r in range(self.settings.size)),
         )
         return (Publish(report=report),)

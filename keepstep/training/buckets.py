@@ -117,13 +117,9 @@ class Buckets:
             raise ConfigError("the model has no parameter that requires a gradient: nothing to train")
         for name, p in self.named:
             if local(p).device.type != "cpu":
-                raise ConfigError(
-                    f"parameter {name} is on {local(p).device}: only CPU tensors are supported so far"
-                )
+                raise ConfigError(f"parameter {name} is on {local(p).device}: only CPU tensors are supported so far")
             if not p.dtype.is_floating_point:
-                raise ConfigError(
-                    f"parameter {name} is {p.dtype}: only floating-point gradients can be exchanged"
-                )
+                raise ConfigError(f"parameter {name} is {p.dtype}: only floating-point gradients can be exchanged")
         self.slots, self.shapes = plan([(p.dtype, local(p).numel()) for _, p in self.named], bucket_bytes)
         self.shapes.append((torch.float64, SCALARS))
         self.inputs = [torch.zeros(n, dtype=dtype) for dtype, n in self.shapes]

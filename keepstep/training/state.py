@@ -261,11 +261,7 @@ class TrainingState:
         theirs = {e.path: e for e in layout.entries}
         for path, tensor in mine.items():
             entry = theirs.get(path)
-            if (
-                entry is None
-                or entry.shape != tuple(local(tensor).shape)
-                or entry.dtype != str(local(tensor).dtype)
-            ):
+            if entry is None or entry.shape != tuple(local(tensor).shape) or entry.dtype != str(local(tensor).dtype):
                 raise InvariantViolation(f"the fetched state does not fit this model at {path}: {entry}")
         view = np.frombuffer(data, np.uint8)
         self._load_values(layout.values)
