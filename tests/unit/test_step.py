@@ -1,0 +1,182 @@
+"""The leader's machine: report, decided, vote, commit, retry, superseded, catching up, the end."""
+
+import pytest
+from machines import LEDGER, C, W, decision, hello, me, member, state
+
+from keepstep.protocol.errors import JobMismatch, LocalProtocolError
+from keepstep.protocol.ids import QuorumId, Rank, ReplicaId, Seq
+from keepstep.protocol.messages import Fetched, Finish, Kind, Load, Loaded, RingBroken, StartOver, Verdict, Vote
+from keepstep.protocol.step import Effect, LeaderMachine, Publish, Tell, TellDecided
+
+
+def vote(rank: int, seq: int, *, yes: bool = True, caught_up: bool = True, broken: bool = False) -> Vote:
+    return Vote(rank=Rank(rank), seq=Seq(seq), yes=yes, caught_up=caught_up, ring_broken=broken, suspect=ReplicaId(1))
+
+
+def ready(**more: int) -> LeaderMachine:
+    machine = LeaderMachine(me(**more))
+    assert machine.on_message(hello(0)) == ()
+    (publish,) = machine.on_message(hello(1))
+    assert isinstance(publish, Publish)
+    assert publish.report.state is None
+    assert publish.report.ledger == LEDGER
+    return machine
+
+
+def verdicts(effects: tuple[Effect, ...]) -> list[tuple[int, bool]]:
+    return [
+        (e.message.seq, e.message.commit) for e in effects if isinstance(e, Tell) and isinstance(e.message, Verdict)
+    ]
+
+
+def report_of(effects: tuple[Effect, ...]) -> Publish:
+    assert isinstance(effects[-1], Publish)
+    return effects[-1]
+
+
+def test_a_worker_commits_when_every_rank_votes_yes() -> None:
+    machine = ready()
+    first = decision(1, 0, 1, member(0, W, 0), member(1, C, fetch=True))
+    assert machine.on_decision(first) == (TellDecided(decision=first),)
+    assert machine.on_message(vote(0, 1)) == ()
+    effects = machine.on_message(vote(1, 1))
+    assert verdicts(effects) == [(1, True)]
+    report = report_of(effects).report
+    assert (report.state, report.materialized, report.answers) == (state(1, 1), True, 1)
+    assert report.ledger is not None
+    assert report.ledger.next_unit == 1
+    assert report.held_units, "the forward pass of the next step has begun"
+
+
+def test_one_no_is_a_retry_that_keeps_the_state_and_the_units() -> None:
+    machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1)))
+    machine.on_message(vote(0, 1))
+    effects = machine.on_message(vote(1, 1, yes=False, broken=True))
+    assert verdicts(effects) == [(1, False)]
+    report = report_of(effects).report
+    assert (report.state, report.held_units, report.broken) == (state(0, 1), (0,), True)
+    assert machine.on_message(vote(0, 1)) == (), "late votes change nothing"
+
+
+def test_who_has_answered_a_decision_cannot_complete_it() -> None:
+    machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0)))
+    machine.on_message(vote(0, 1))
+    effects = machine.on_decision(decision(2, 0, 1, member(1, W, 0)))
+    assert verdicts(effects) == [(1, False)]
+    assert report_of(effects).report.answers == 2
+    assert machine.on_message(vote(1, 1)) == ()
+    assert machine.state == state(0, 1)
+
+
+def test_a_revoked_replica_catches_up() -> None:
+    machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1)))
+    machine.on_message(vote(0, 1))
+    machine.on_message(vote(1, 1))
+    assert machine.state == state(1, 1)
+    machine.on_decision(decision(2, 0, 1, member(1, W, 1), quorum=2))  # decided without us: 1 is revoked
+    third = decision(3, 1, 2, member(1, W, 2), member(0, C, fetch=True), quorum=3)
+    assert machine.on_decision(third) == (TellDecided(decision=third),)
+    assert (machine.state, machine.materialized) == (state(1, 2), False)
+
+
+def catching_up(**more: int) -> LeaderMachine:
+    machine = ready(**more)
+    machine.on_decision(decision(7, 5, 6, member(1, W, 5), member(0, C, fetch=True)))
+    return machine
+
+
+def test_catching_up_is_live_when_all_ranks_have_fetched_and_replayed() -> None:
+    machine = catching_up()
+    machine.on_message(vote(0, 7, caught_up=False))
+    report = report_of(machine.on_message(vote(1, 7, caught_up=False))).report
+    assert (report.state, report.materialized) == (state(6, 7), False)
+    machine.on_decision(decision(8, 6, 7, member(1, W, 6), member(0, C)))
+    assert machine.on_message(Fetched(rank=Rank(0), state=state(5, 6), ok=True)) == ()
+    assert machine.on_message(Fetched(rank=Rank(1), state=state(5, 6), ok=True)) == (
+        Tell(message=Load(state=state(5, 6))),
+    )
+    machine.on_message(vote(0, 8, caught_up=True))
+    assert not report_of(machine.on_message(vote(1, 8, caught_up=False))).report.materialized, "one rank still replays"
+    machine.on_decision(decision(9, 7, 8, member(1, W, 7), member(0, C)))
+    machine.on_message(vote(0, 9))
+    assert report_of(machine.on_message(vote(1, 9))).report.materialized
+
+
+def test_a_failed_fetch_starts_over_after_the_step_which_still_needs_our_zeros() -> None:
+    machine = catching_up()
+    assert machine.on_message(Fetched(rank=Rank(1), state=state(5, 6), ok=False, reason="all sources gone")) == ()
+    machine.on_message(vote(0, 7))
+    effects = machine.on_message(vote(1, 7))
+    assert [type(e.message) for e in effects if isinstance(e, Tell)] == [Verdict, StartOver]
+    assert report_of(effects).report.state is None
+
+
+def test_a_fetch_that_outlasts_the_bound_starts_over() -> None:
+    machine = catching_up(max_pending=2)
+    effects: tuple[Effect, ...] = ()
+    for seq in (7, 8, 9):
+        if seq > 7:
+            machine.on_decision(decision(seq, seq - 2, seq - 1, member(1, W, seq), member(0, C)))
+        machine.on_message(vote(0, seq, caught_up=False))
+        effects = machine.on_message(vote(1, seq, caught_up=False))
+    assert [type(e.message) for e in effects if isinstance(e, Tell)] == [Verdict, StartOver]
+
+
+def test_the_last_step_is_reported_as_finished_and_nothing_more_is_begun() -> None:
+    machine = ready(max_steps=1)
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0)))
+    machine.on_message(vote(0, 1))
+    report = report_of(machine.on_message(vote(1, 1))).report
+    assert (report.finished, report.held_units) == (True, ())
+
+
+def test_gathering_and_the_end() -> None:
+    machine = ready(max_steps=1)
+    machine.on_decision(decision(4, 1, 3, member(1, W), member(0, C, fetch=True), kind=Kind.GATHER))
+    for rank in (0, 1):
+        machine.on_message(Fetched(rank=Rank(rank), state=state(1, 3), ok=True))
+    machine.on_message(Loaded(rank=Rank(0), state=state(1, 3)))
+    report = report_of(machine.on_message(Loaded(rank=Rank(1), state=state(1, 3)))).report
+    assert (report.answers, report.state, report.materialized, report.finished) == (4, state(1, 3), True, True)
+    end = decision(5, 1, 3, member(1, W), member(0, W), kind=Kind.END)
+    assert machine.on_decision(end) == (Tell(message=Finish()),)
+    assert machine.on_decision(decision(6, 1, 3, member(0, W))) == ()
+
+
+def test_a_job_that_ended_while_we_were_away() -> None:
+    machine = LeaderMachine(me())
+    (tell,) = machine.on_decision(decision(5, 1, 3, member(1, W), kind=Kind.END))
+    assert isinstance(tell, Tell)
+    assert isinstance(tell.message, Finish)
+    assert "ended" in tell.message.error
+
+
+def test_a_ring_that_broke_while_idle_is_reported() -> None:
+    machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1), quorum=1))
+    machine.on_message(RingBroken(rank=Rank(1), quorum_id=QuorumId(9), suspect=None, reason="an older ring"))
+    machine.on_message(vote(0, 1))
+    assert not report_of(machine.on_message(vote(1, 1))).report.broken
+    machine.on_message(RingBroken(rank=Rank(1), quorum_id=QuorumId(1), suspect=None, reason="ours"))
+    machine.on_decision(decision(2, 1, 1, member(0, W, 2), member(1, W, 3), quorum=1))
+    machine.on_message(RingBroken(rank=Rank(1), quorum_id=QuorumId(1), suspect=None, reason="ours"))
+    machine.on_message(vote(0, 2))
+    assert report_of(machine.on_message(vote(1, 2))).report.broken
+
+
+def test_ranks_that_differ_are_named() -> None:
+    machine = LeaderMachine(me())
+    machine.on_message(hello(0))
+    with pytest.raises(JobMismatch, match="ranks 0 and 1 of replica 0 differ in their keepstep version"):
+        machine.on_message(hello(1, version="2"))
+
+
+def test_the_impossible_is_refused_and_changes_nothing() -> None:
+    machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0)))
+    with pytest.raises(LocalProtocolError, match="we have not answered decision 1"):
+        machine.on_decision(decision(2, 0, 1, member(0, W, 0)))
+    assert machine.state == state(0, 1)
