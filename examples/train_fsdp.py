@@ -25,10 +25,10 @@ class Bytes(torch.utils.data.Dataset[torch.Tensor]):
         if not path.exists():
             raise keepstep.ConfigError(f"--data: {path} does not exist")
         files = [path] if path.is_file() else [p for p in sorted(path.rglob("*.*")) if is_text(p.relative_to(path))]
-        self.text = torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in files)), dtype=torch.uint8)
-        self.length = length
-        if len(self) < 1:
+        text = bytearray(b"\n".join(f.read_bytes() for f in files))
+        if len(text) <= length:
             raise keepstep.ConfigError(f"--data: {path} holds less than {length + 1} bytes of text")
+        self.text, self.length = torch.frombuffer(text, dtype=torch.uint8), length
 
     def __len__(self) -> int:
         return (len(self.text) - 1) // self.length
