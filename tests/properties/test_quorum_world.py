@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from keepstep.protocol import quorum
+from keepstep.protocol import ledger, quorum
 from keepstep.protocol.errors import KeepstepError
 from keepstep.protocol.ids import NO_DECISION, Incarnation, ReplicaId, Seq, UnitId
 from keepstep.protocol.ledger import commit, is_committed
@@ -116,7 +116,7 @@ class World:
         """Whoever reports gives up what it was doing: it can no longer complete the decision that it answers."""
         toy.running = None
         toy.answered = answers = self.last.seq if self.last else NO_DECISION
-        ledger = toy.ledger if toy.state else self.initial
+        its_ledger = toy.ledger if toy.state else self.initial
         self.on_the_way.append(
             Report(
                 replica_id=toy.replica_id,
@@ -124,16 +124,16 @@ class World:
                 answers=answers,
                 state=toy.state,
                 materialized=toy.content is not None,
-                ledger=ledger,
+                ledger=its_ledger,
                 held_units=toy.held,
-                finished=toy.state is not None and not self.open_units(ledger),
+                finished=toy.state is not None and not self.open_units(its_ledger),
             )
         )
 
-    def open_units(self, ledger: LedgerState | None) -> list[int]:
-        assert ledger is not None
-        assert ledger.total is not None
-        return [u for u in range(ledger.total) if not is_committed(ledger, UnitId(u))]
+    def open_units(self, of: LedgerState | None) -> list[int]:
+        assert of is not None
+        assert of.total is not None
+        return [u for u in range(of.total) if not is_committed(of, UnitId(u))]
 
     def deliver(self) -> None:
         if self.on_the_way:
@@ -277,11 +277,11 @@ class World:
         if self.ledgers[toy.state] != toy.ledger:
             raise Violation(f"two ledgers for {toy.state}")
 
-    def judge_ledger(self, content: Content, ledger: LedgerState | None) -> None:
-        assert ledger is not None
-        assert ledger.total is not None
+    def judge_ledger(self, content: Content, of: LedgerState | None) -> None:
+        assert of is not None
+        assert of.total is not None
         units = self.units_of(content)
-        committed = {u for u in range(ledger.total) if is_committed(ledger, UnitId(u))}
+        committed = {u for u in range(of.total) if is_committed(of, UnitId(u))}
         if len(set(units)) != len(units) or set(units) != committed:
             raise Violation(f"trained {units}, but the ledger says {sorted(committed)}")
 
@@ -479,8 +479,8 @@ def oldest_state_wins(patch: pytest.MonkeyPatch) -> None:
 
 
 def requeued_units_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    genuine = quorum.assign
-    patch.setattr(quorum, "assign", lambda ledger, workers, most: genuine(replace(ledger, requeued=()), workers, most))
+    genuine = ledger.assign
+    patch.setattr(quorum, "assign", lambda was, workers, most: genuine(replace(was, requeued=()), workers, most))
 
 
 def catching_up_replicas_train(patch: pytest.MonkeyPatch) -> None:
