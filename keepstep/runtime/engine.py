@@ -1,0 +1,123 @@
+"""FTAR on one rank: a ring that can change its members, and the exchanges that run on it (FT-HSDP section 4).
+
+    configure(ring) ──> begin(decision, n) ──> submit(bucket 0) ... submit(bucket n-1) ──> StepDone | StepFailed
+
+A new `configure` replaces the ring; buckets that failed on the old one can be submitted again. The engine owns the port where
+previous members connect, and gives each connection to the ring it was made for, however early it comes.
+
+Calls may come from any thread and never block for the network; `on_event` is called from the rings' threads.
+"""
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from keepstep.ports import ExchangeBuffer
+from keepstep.protocol.errors import LocalProtocolError
+from keepstep.protocol.exchange import Deadline
+from keepstep.protocol.ids import Incarnation, QuorumId, ReplicaId, Seq
+from keepstep.protocol.messages import Peer
+from keepstep.runtime.handshake import Identity, RingHello
+from keepstep.runtime.links import Listener
+from keepstep.runtime.ring import EngineEvent, EngineSettings, Owner, Ring
+
+MAX_EARLY = 16  # connections of rings that we have not been told of yet
+
+
+class Engine:
+    """The rings of one rank, one after the other."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        host: str,
+        settings: EngineSettings,
+        on_event: Callable[[EngineEvent], None],
+        fault: Callable[[str, int], None] = lambda what, exchange: None,
+    ) -> None:
+        self._on_event = on_event
+        deadline = Deadline(floor=settings.progress_floor_s, ceiling=settings.progress_ceiling_s)
+        self._owner = Owner(identity=identity, settings=settings, deadline=deadline, tell=self._tell, fault=fault)
+        self._lock = threading.Lock()
+        self._ring: Ring | None = None
+        self._old: list[Ring] = []
+        self._early: deque[tuple[socket.socket, RingHello]] = deque()
+        self._closed = False
+        self._listener = Listener(identity, host, settings.link, self._admit, self._on_peer)
+        self.port = self._listener.port
+
+    def _tell(self, event: EngineEvent) -> None:
+        if not self._closed:
+            self._on_event(event)
+
+    def configure(self, quorum_id: QuorumId, peers: Sequence[Peer], position: int) -> None:
+        """A new ring replaces the old one. Connects in the background."""
+        ring = Ring(self._owner, quorum_id, peers, position)
+        with self._lock:
+            old, self._ring = self._ring, ring
+            early, self._early = list(self._early), deque()
+        if old is not None:
+            old.close()
+            self._old = [r for r in (*self._old, old) if not r.release()]
+        ring.start()
+        for sock, hello in early:
+            self._on_peer(sock, hello)
+
+    def begin(self, seq: Seq, quorum_id: QuorumId, exchanges: int) -> None:
+        """Decision `seq` runs `exchanges` exchanges on ring `quorum_id`; their buckets follow by `submit`."""
+        self._ring_of(quorum_id).begin(seq, exchanges)
+
+    def submit(self, seq: Seq, exchange: int, buffer: ExchangeBuffer) -> None:
+        """Bucket `exchange` of decision `seq` is full: its input stays unchanged until the step ends. In order of number."""
+        ring = self._ring
+        if ring is None:
+            raise LocalProtocolError("a bucket was submitted before any ring was configured")
+        ring.submit(seq, exchange, buffer)
+
+    def close(self) -> None:
+        """Ends every connection and thread; bounded in time."""
+        self._closed = True
+        self._listener.close()
+        with self._lock:
+            rings = [*self._old, *([self._ring] if self._ring else [])]
+            early, self._early = list(self._early), deque()
+        for sock, _ in early:
+            sock.close()
+        for ring in rings:
+            ring.close()
+        for ring in rings:
+            ring.join(2.0)
+
+    def _ring_of(self, quorum_id: QuorumId) -> Ring:
+        ring = self._ring
+        if ring is None or ring.quorum_id != quorum_id:
+            raise LocalProtocolError(f"no ring of quorum {quorum_id} is configured here")
+        return ring
+
+    # --- who may connect (the listener's threads) -------------------------------------------------------------
+
+    def _admit(self, hello: RingHello) -> str:
+        ring = self._ring
+        if ring is not None and hello.quorum_id < ring.quorum_id:
+            return f"stale: quorum {hello.quorum_id} is over, this is quorum {ring.quorum_id}"
+        return ""
+
+    def _on_peer(self, sock: socket.socket, hello: RingHello) -> None:
+        with self._lock:
+            ring = self._ring
+            if not self._closed and (ring is None or hello.quorum_id > ring.quorum_id):
+                if len(self._early) == MAX_EARLY:
+                    self._early.popleft()[0].close()
+                self._early.append((sock, hello))
+                return
+        who: tuple[ReplicaId, Incarnation] = (hello.replica_id, hello.incarnation)
+        if ring is not None and hello.quorum_id == ring.quorum_id and who == _who(ring.previous) and not self._closed:
+            ring.offer(sock)
+        else:
+            sock.close()
+
+
+def _who(peer: Peer) -> tuple[ReplicaId, Incarnation]:
+    return peer.replica_id, peer.incarnation

@@ -1,0 +1,257 @@
+"""The FTAR engine on real sockets: sums, overlap, changing members, dead, frozen and wrong peers."""
+
+import queue
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq
+from keepstep.protocol.messages import Endpoint, Peer
+from keepstep.runtime.engine import Engine
+from keepstep.runtime.handshake import Identity, connect_hello, greet
+from keepstep.runtime.links import HEADER, LinkSettings
+from keepstep.runtime.ring import EngineEvent, EngineSettings, RingBroken, RingReady, StepDone, StepFailed
+
+SETTINGS = EngineSettings(chunk_bytes=1 << 12, window=2, link=LinkSettings(silent_s=1.0, connect_s=2.0))
+
+
+class Buffer:
+    """`ports.ExchangeBuffer` over numpy."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.source, self.target = values, np.zeros_like(values)
+        self.itemsize, self.nbytes = values.itemsize, values.nbytes
+
+    def input(self, lo: int, hi: int) -> memoryview:
+        return memoryview(self.source.view(np.uint8))[lo:hi]
+
+    def output(self, lo: int, hi: int) -> memoryview:
+        return memoryview(self.target.view(np.uint8))[lo:hi]
+
+    def reduce(self, lo: int, hi: int, received: memoryview) -> None:
+        a, b = lo // self.itemsize, hi // self.itemsize
+        np.add(np.frombuffer(received, self.source.dtype), self.source[a:b], out=self.target[a:b])
+
+    def copy_through(self, lo: int, hi: int) -> None:
+        self.target[:] = self.source
+
+
+class Member:
+    """An engine and what it says."""
+
+    def __init__(self, replica: int, settings: EngineSettings = SETTINGS, **identity: str) -> None:
+        me = Identity(
+            job="j", token=b"t", replica_id=ReplicaId(replica), incarnation=Incarnation(f"life-{replica}"), rank=Rank(0),
+            layout_digest="same",
+        )  # fmt: skip
+        self.identity = replace(me, **identity)
+        self.events: queue.Queue[EngineEvent] = queue.Queue()
+        self.engine = Engine(self.identity, host="127.0.0.1", settings=settings, on_event=self.events.put)
+
+    @property
+    def peer(self) -> Peer:
+        endpoint = Endpoint(host="127.0.0.1", ftar_port=self.engine.port, state_port=1)
+        return Peer(replica_id=self.identity.replica_id, incarnation=self.identity.incarnation, endpoint=endpoint)
+
+    def next(self, kind: type[EngineEvent]) -> EngineEvent:
+        while True:
+            event = self.events.get(timeout=20)
+            if isinstance(event, kind):
+                return event
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    made = [Member(r) for r in range(3)]
+    yield made
+    for member in made:
+        member.engine.close()
+
+
+def configure(members: list[Member], quorum: int) -> None:
+    for position, member in enumerate(members):
+        member.engine.configure(QuorumId(quorum), [m.peer for m in members], position)
+
+
+def exchange(members: list[Member], seq: int, quorum: int, arrays: list[list[np.ndarray]]) -> list[list[Buffer]]:
+    buffers = [[Buffer(a) for a in mine] for mine in arrays]
+    for member, mine in zip(members, buffers, strict=True):
+        member.engine.begin(Seq(seq), QuorumId(quorum), len(mine))
+        for number, buffer in enumerate(mine):
+            member.engine.submit(Seq(seq), number, buffer)
+    return buffers
+
+
+def numbers(members: int, seed: int = 0, sizes: tuple[int, ...] = (50_000, 1, 0, 7_777)) -> list[list[np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    return [[rng.integers(-1000, 1000, n).astype(np.float32) for n in sizes] for _ in range(members)]
+
+
+def check(buffers: list[list[Buffer]], arrays: list[list[np.ndarray]]) -> None:
+    for number in range(len(arrays[0])):
+        total = sum(mine[number] for mine in arrays)
+        for mine, given in zip(buffers, arrays, strict=True):
+            np.testing.assert_array_equal(mine[number].target, total)
+            np.testing.assert_array_equal(mine[number].source, given[number])  # out of place
+
+
+def test_steps_sum_up_and_the_ring_is_kept(members: list[Member]) -> None:
+    configure(members, 1)
+    for seq in range(1, 5):
+        arrays = numbers(3, seq)
+        buffers = exchange(members, seq, 1, arrays)
+        for member in members:
+            assert member.next(StepDone) == StepDone(Seq(seq))
+        check(buffers, arrays)
+
+
+def test_a_ring_of_one_copies(members: list[Member]) -> None:
+    configure(members[:1], 1)
+    arrays = numbers(1)
+    buffers = exchange(members[:1], 1, 1, arrays)
+    members[0].next(StepDone)
+    check(buffers, arrays)
+
+
+def test_all_members_get_the_same_bits(members: list[Member]) -> None:
+    configure(members, 1)
+    rng = np.random.default_rng(1)
+    buffers = exchange(members, 1, 1, [[rng.standard_normal(30_001).astype(np.float32)] for _ in members])
+    for member in members:
+        member.next(StepDone)
+    assert len({mine[0].target.tobytes() for mine in buffers}) == 1
+
+
+def test_a_dead_member_fails_the_step_and_a_smaller_ring_repeats_it(members: list[Member]) -> None:
+    """Member 2 goes away in the middle: both others are told at once, and the same inputs are exchanged again."""
+    configure(members, 1)
+    for member in members:
+        member.next(RingReady)
+    arrays = numbers(3)
+    exchange(members[:2], 1, 1, arrays[:2])
+    members[2].engine.close()
+    failed = [member.next(StepFailed) for member in members[:2]]
+    assert all(isinstance(f, StepFailed) and not f.fatal and f.seq == 1 for f in failed)
+    assert 2 in {f.suspect for f in failed if isinstance(f, StepFailed)}
+    configure(members[:2], 2)
+    buffers = exchange(members[:2], 2, 2, arrays[:2])
+    for member in members[:2]:
+        member.next(StepDone)
+    check(buffers, arrays[:2])
+
+
+def test_an_idle_ring_tells_that_it_broke(members: list[Member]) -> None:
+    configure(members, 1)
+    for member in members:
+        member.next(RingReady)
+    members[1].engine.close()
+    assert isinstance(members[2].next(RingBroken), RingBroken)
+    members[2].engine.begin(Seq(1), QuorumId(1), 1)
+    failed = members[2].next(StepFailed)
+    assert isinstance(failed, StepFailed)
+    assert failed.seq == 1
+
+
+def test_a_refused_connection_names_the_suspect(members: list[Member]) -> None:
+    gone = members[1].peer
+    members[1].engine.close()
+    members[0].engine.configure(QuorumId(1), [members[0].peer, gone], 0)
+    members[0].engine.begin(Seq(1), QuorumId(1), 1)
+    failed = members[0].next(StepFailed)
+    assert isinstance(failed, StepFailed)
+    assert (failed.suspect, failed.phase, failed.fatal) == (1, "connect", False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fatal"),
+    [
+        ("layout_digest", "other", True),
+        ("token", b"x", True),
+        ("incarnation", "another life", False),
+        ("job", "k", False),
+    ],
+)
+def test_whoever_does_not_fit_is_refused(members: list[Member], field: str, value: str, fatal: bool) -> None:
+    odd = Member(1, **{field: value})
+    try:
+        expected = replace(odd.peer, incarnation=Incarnation("life-1"))
+        members[0].engine.configure(QuorumId(1), [members[0].peer, expected], 0)
+        members[0].engine.begin(Seq(1), QuorumId(1), 1)
+        failed = members[0].next(StepFailed)
+        assert isinstance(failed, StepFailed)
+        assert (failed.suspect, failed.fatal) == (1, fatal)
+    finally:
+        odd.engine.close()
+
+
+def impostor(member: Member, as_member: Member, quorum: int) -> socket.socket:
+    """Connects to `member` as `as_member` would."""
+    sock = socket.create_connection(("127.0.0.1", member.engine.port))
+    greet(
+        sock,
+        connect_hello(as_member.identity, QuorumId(quorum), member.identity.replica_id, member.identity.incarnation),
+        b"t",
+    )
+    return sock
+
+
+@pytest.mark.parametrize("stale", ["quorum", "decision", "exchange", "bytes"])
+def test_bytes_that_do_not_belong_are_never_reduced(members: list[Member], stale: str) -> None:
+    """A member that speaks the handshake, and then sends something of another ring, decision or length (invariant I3)."""
+    member, other = members[:2]
+    member.engine.configure(QuorumId(7), [member.peer, other.peer], 0)
+    sock = impostor(member, other, 7)
+    try:
+        buffers = exchange([member], 9, 7, [[np.ones(100, np.float32)]])
+        length = 200 if stale != "bytes" else 100
+        header = {"quorum": (6, 9, 0), "decision": (7, 8, 0), "exchange": (7, 9, 1), "bytes": (7, 9, 0)}[stale]
+        other.engine.configure(QuorumId(7), [member.peer, other.peer], 1)  # so that the member's own dialling succeeds
+        sock.sendall(HEADER.pack(*header, 0, length, 0) + b"\x01" * length)
+        failed = member.next(StepFailed)
+        assert isinstance(failed, StepFailed)
+        assert failed.suspect == 1
+        assert not buffers[0][0].target.any()
+    finally:
+        sock.close()
+
+
+def test_a_frozen_peer_is_noticed_by_its_silence(members: list[Member]) -> None:
+    member, other = members[:2]
+    member.engine.configure(QuorumId(1), [member.peer, other.peer], 0)
+    sock = impostor(member, other, 1)  # alive, says nothing
+    try:
+        other.engine.configure(QuorumId(1), [member.peer, other.peer], 1)
+        exchange([member], 1, 1, [[np.ones(100, np.float32)]])
+        failed = member.next(StepFailed)
+        assert isinstance(failed, StepFailed)
+        assert "silent" in failed.reason or "closed" in failed.reason
+    finally:
+        sock.close()
+
+
+def test_garbage_on_the_port_hurts_nobody(members: list[Member]) -> None:
+    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000, b"\x04\x00\x00\x00abcd"):
+        with socket.create_connection(("127.0.0.1", members[0].engine.port)) as sock:
+            sock.sendall(garbage)
+    configure(members[:2], 1)
+    arrays = numbers(2)
+    buffers = exchange(members[:2], 1, 1, arrays)
+    for member in members[:2]:
+        member.next(StepDone)
+    check(buffers, arrays)
+
+
+def test_a_failing_reduction_is_fatal(members: list[Member]) -> None:
+    configure(members[:2], 1)
+    buffer = Buffer(np.ones(1000, np.float32))
+    buffer.reduce = lambda lo, hi, received: 1 / 0  # type: ignore[assignment]
+    for member, mine in zip(members[:2], (buffer, Buffer(np.ones(1000, np.float32))), strict=True):
+        member.engine.begin(Seq(1), QuorumId(1), 1)
+        member.engine.submit(Seq(1), 0, mine)
+    failed = members[0].next(StepFailed)
+    assert isinstance(failed, StepFailed)
+    assert failed.fatal
+    assert "ZeroDivisionError" in failed.reason
