@@ -1,0 +1,151 @@
+"""What a rank is told by its environment: torchrun's variables, ours, and nothing else.
+
+    RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT     torchrun's, for one replica
+    REPLICA_ID NUM_REPLICAS KEEPSTEP_STORE                 ours, always needed
+    KEEPSTEP_TOKEN or KEEPSTEP_TOKEN_FILE                  the job's secret, always needed
+    KEEPSTEP_JOB KEEPSTEP_HOST KEEPSTEP_RUN_DIR KEEPSTEP_MIN_REPLICAS KEEPSTEP_FAN_OUT KEEPSTEP_LEASE_S
+    KEEPSTEP_STRAGGLER_S KEEPSTEP_START_WAIT_S             optional
+    KEEPSTEP_INCARNATION KEEPSTEP_LIFE KEEPSTEP_LEADER KEEPSTEP_LEADER_FD KEEPSTEP_FAULTS    set by `keepstep run`
+
+Fails: ConfigError, one sentence that names the variable. Reading files is its only I/O.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import keepstep
+from keepstep.protocol.errors import ConfigError
+from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """This process's place in the job, and how to reach the rest of it."""
+
+    rank: Rank
+    world_size: int
+    local_rank: int
+    replica_id: ReplicaId
+    num_replicas: int
+    store: str
+    job: str
+    token: bytes
+    incarnation: Incarnation | None  # None: under torchrun, where rank 0 makes one up
+    life: int
+    leader_address: Address | None  # None: under torchrun
+    leader_fd: int | None  # rank 0 only: an inherited socket that listens on `leader_address`
+    host: str
+    run_dir: Path | None
+    faults: str
+    master_addr: str | None
+    fan_out: int
+    min_replicas: int
+    lease_s: float
+    straggler_s: float
+    start_wait_s: float
+    fetch_throttle: float | None  # bytes per second, for tests
+    version: str
+
+    @staticmethod
+    def from_env(env: Mapping[str, str]) -> "Environment":
+        """Reads and checks the variables."""
+        read = _Reader(env)
+        size, replicas = read.integer("WORLD_SIZE", least=1), read.integer("NUM_REPLICAS", least=1)
+        run_dir = env.get("KEEPSTEP_RUN_DIR")
+        fd = env.get("KEEPSTEP_LEADER_FD")
+        incarnation = env.get("KEEPSTEP_INCARNATION")
+        throttle = read.number("KEEPSTEP_FETCH_BYTES_PER_S", 0.0)
+        return Environment(
+            rank=Rank(read.integer("RANK", least=0, below=size)),
+            world_size=size,
+            local_rank=read.integer("LOCAL_RANK", 0, least=0),
+            replica_id=ReplicaId(read.integer("REPLICA_ID", least=0, below=replicas)),
+            num_replicas=replicas,
+            store=read.text("KEEPSTEP_STORE"),
+            job=env.get("KEEPSTEP_JOB") or "job",
+            token=read_token(env),
+            incarnation=Incarnation(incarnation) if incarnation else None,
+            life=read.integer("KEEPSTEP_LIFE", 1, least=1),
+            leader_address=read.address("KEEPSTEP_LEADER"),
+            leader_fd=int(fd) if fd else None,
+            host=env.get("KEEPSTEP_HOST") or "127.0.0.1",
+            run_dir=Path(run_dir) if run_dir else None,
+            faults=env.get("KEEPSTEP_FAULTS", ""),
+            master_addr=env.get("MASTER_ADDR"),
+            fan_out=read.integer("KEEPSTEP_FAN_OUT", 32, least=1),
+            min_replicas=read.integer("KEEPSTEP_MIN_REPLICAS", 1, least=1, below=replicas + 1),
+            lease_s=read.number("KEEPSTEP_LEASE_S", 2.0, least=0.5),
+            straggler_s=read.number("KEEPSTEP_STRAGGLER_S", 60.0),
+            start_wait_s=read.number("KEEPSTEP_START_WAIT_S", 60.0),
+            fetch_throttle=throttle or None,
+            version=keepstep.__version__,
+        )
+
+
+def read_token(env: Mapping[str, str]) -> bytes:
+    """The job's secret, from KEEPSTEP_TOKEN or the file KEEPSTEP_TOKEN_FILE."""
+    if env.get("KEEPSTEP_TOKEN"):
+        return env["KEEPSTEP_TOKEN"].encode()
+    path = env.get("KEEPSTEP_TOKEN_FILE")
+    if not path:
+        raise ConfigError("set KEEPSTEP_TOKEN or KEEPSTEP_TOKEN_FILE to the job's secret, the same for every rank")
+    try:
+        token = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"KEEPSTEP_TOKEN_FILE {path} cannot be read: {error.strerror}") from None
+    if not token:
+        raise ConfigError(f"KEEPSTEP_TOKEN_FILE {path} is empty: put the job's secret in it")
+    return token
+
+
+class _Reader:
+    """Reads typed variables; every complaint names the variable."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+
+    def text(self, name: str) -> str:
+        value = self._env.get(name)
+        if not value:
+            raise ConfigError(
+                f"{name} is not set: start the script with `keepstep run ...`, or with torchrun, one per replica, and "
+                "REPLICA_ID, NUM_REPLICAS, KEEPSTEP_STORE and KEEPSTEP_TOKEN set"
+            )
+        return value
+
+    def integer(self, name: str, default: int | None = None, *, least: int, below: int | None = None) -> int:
+        text = self.text(name) if default is None else self._env.get(name) or str(default)
+        try:
+            value = int(text)
+        except ValueError:
+            self._refuse(name, text, "a whole number")
+        if value < least or (below is not None and value >= below):
+            self._refuse(name, text, f"at least {least}" + (f" and at most {below - 1}" if below is not None else ""))
+        return value
+
+    def number(self, name: str, default: float, *, least: float = 0.0) -> float:
+        text = self._env.get(name) or str(default)
+        try:
+            value = float(text)
+        except ValueError:
+            self._refuse(name, text, "a number")
+        if not least <= value < float("inf"):
+            self._refuse(name, text, f"at least {least}")
+        return value
+
+    def address(self, name: str) -> Address | None:
+        text = self._env.get(name)
+        if not text:
+            return None
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            self._refuse(name, text, "HOST:PORT")
+        return host, int(port)
+
+    @staticmethod
+    def _refuse(name: str, text: str, wanted: str) -> NoReturn:
+        raise ConfigError(f"{name} must be {wanted}, got {text!r}")
