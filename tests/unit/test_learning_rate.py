@@ -20,10 +20,10 @@ def test_full_strength_is_exactly_the_base_rate(policy: str) -> None:
 
 @pytest.mark.parametrize(("healthy", "total"), [(5, 4), (-1, 4), (0, 0)])
 def test_impossible_numbers_are_refused(healthy: int, total: int) -> None:
-    with pytest.raises(ConfigError, match="must be in 0..total"):
+    with pytest.raises(ConfigError, match=r"must be in 0\.\.total"):
         factor("sqrt", healthy, total)
 
 
 def test_unknown_policy_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="'cubic'.*none, linear, sqrt"):
+    with pytest.raises(ConfigError, match=r"'cubic'.*none, linear, sqrt"):
         factor("cubic", 1, 1)

@@ -1,0 +1,76 @@
+"""The transfer plan against chaos: every byte once, or a list of reasons."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.protocol.errors import LocalProtocolError
+from keepstep.protocol.ids import ReplicaId
+from keepstep.protocol.transfer import Transfer
+
+SOURCES = [ReplicaId(i) for i in range(3)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    total=st.integers(0, 100),
+    range_bytes=st.integers(1, 30),
+    data=st.data(),
+)
+def test_every_byte_is_delivered_once_or_all_sources_failed(total: int, range_bytes: int, data: st.DataObject) -> None:
+    transfer = Transfer(total, SOURCES, range_bytes=range_bytes)
+    delivered = [0] * total
+    asked: list[tuple[ReplicaId, tuple[int, int]]] = []
+    gone: set[ReplicaId] = set()
+    while not transfer.complete and not transfer.exhausted:
+        for source in SOURCES:
+            if sum(s == source for s, _ in asked) < 2 and (part := transfer.next_range(source)) is not None:
+                assert source not in gone
+                asked.append((source, part))
+        assert asked, "stuck: neither complete nor exhausted, and nothing on its way"
+        source, part = asked.pop(data.draw(st.integers(0, len(asked) - 1)))
+        if data.draw(st.integers(0, 9)) == 0:
+            transfer.failed(source, "it died")
+            gone.add(source)
+            asked = [(s, p) for s, p in asked if s != source]
+        elif transfer.done(source, part):
+            for i in range(*part):
+                delivered[i] += 1
+        assert transfer.missing == total - sum(delivered)
+    if transfer.complete:
+        assert delivered == [1] * total
+        assert sum(transfer.bytes_from.values()) == total
+    else:
+        assert gone == set(SOURCES)
+        assert "replica 0: it died" in transfer.why
+    assert max(delivered, default=1) <= 1
+
+
+def test_all_sources_are_used() -> None:
+    transfer = Transfer(90, SOURCES, range_bytes=10)
+    while not transfer.complete:
+        for source in SOURCES:
+            if (part := transfer.next_range(source)) is not None:
+                transfer.done(source, part)
+    assert set(transfer.bytes_from.values()) == {30}
+
+
+def test_an_idle_source_repeats_what_a_slow_one_owes() -> None:
+    transfer = Transfer(20, SOURCES[:2], range_bytes=10)
+    assert transfer.next_range(SOURCES[0]) == (0, 10)
+    assert transfer.next_range(SOURCES[1]) == (10, 20)
+    assert transfer.done(SOURCES[1], (10, 20))
+    assert transfer.next_range(SOURCES[1]) == (0, 10)
+    assert transfer.next_range(SOURCES[1]) is None, "once is enough"
+    assert transfer.done(SOURCES[1], (0, 10))
+    assert not transfer.done(SOURCES[0], (0, 10)), "too late"
+    assert transfer.complete
+
+
+def test_nobody_to_ask() -> None:
+    assert Transfer(1, [], range_bytes=1).exhausted
+    assert Transfer(0, [], range_bytes=1).complete
+    with pytest.raises(LocalProtocolError):
+        Transfer(1, [], range_bytes=1).failed(SOURCES[0], "who?")
+    with pytest.raises(ValueError, match="range_bytes"):
+        Transfer(1, SOURCES, range_bytes=0)
