@@ -1,0 +1,293 @@
+"""Rank 0's extra duties (FT-HSDP section 5.2): speaks for the replica in the quorum, and to its ranks.
+
+A thin shell around `protocol.step.LeaderMachine` and `protocol.quorum.decide`. Everything runs on the control loop, so the
+machine needs no lock. Three tasks besides the callbacks:
+
+  * the *teller* carries out Tell and TellDecided in order (addresses of peers come from the store, once per incarnation);
+  * the *reporter* writes the newest report, retrying while the store is away: an older one that was not written is moot;
+  * whoever sees a change of the store computes `decide` and tries to publish; the compare-and-swap lets one win.
+
+Fails: a machine that refuses (ConfigError, broken invariant), a Halt, or a store that refuses us end the rank through
+`on_fatal`; an unreachable store only makes the replica wait, with a log line that says so.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from keepstep.protocol import quorum
+from keepstep.protocol.errors import JobMismatch, KeepstepError, NoStateLeft, StoreError
+from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
+from keepstep.protocol.messages import (
+    Decided,
+    Decision,
+    Endpoint,
+    Hello,
+    Peer,
+    Policy,
+    Report,
+    Upward,
+    Verdict,
+)
+from keepstep.protocol.step import (
+    Effect,
+    LeaderMachine,
+    Publish,
+    StepSettings,
+    Tell,
+    TellDecided,
+    layout_digest,
+)
+from keepstep.runtime.etcd import EtcdStore, JobRecord, StoreView
+from keepstep.runtime.faults import Phase
+from keepstep.runtime.tree import ControlTree
+from keepstep.runtime.wire import encode_frame
+
+log = logging.getLogger("keepstep")
+
+WAIT_LOG_S = 10.0  # how often a wait is explained in the log
+
+Emit = Callable[..., None]
+
+
+class LeaderShell:
+    """Create it on the control loop; `start` returns once the store is watched."""
+
+    def __init__(
+        self,
+        settings: StepSettings,
+        policy: Policy,
+        store: EtcdStore,
+        tree: ControlTree,
+        *,
+        record: Callable[[str], JobRecord],
+        emit: Emit,
+        fault: Callable[[Phase, int | None], None],
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self.machine = LeaderMachine(settings)
+        self.policy = policy
+        self._store, self._tree = store, tree
+        self._emit, self._fault, self._on_fatal = emit, fault, on_fatal
+        self._record = record
+        self._hellos: dict[Rank, Hello] = {}
+        self._view: StoreView | None = None
+        self._tell: asyncio.Queue[Tell | TellDecided] = asyncio.Queue()
+        self._report: Report | None = None
+        self._report_written: Report | None = None
+        self._report_wanted = asyncio.Event()
+        self._publishing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: tuple[str, float] = ("", 0.0)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    async def start(self) -> None:
+        """Watches the store; decisions and reports flow from now on."""
+        self._tasks = [asyncio.create_task(self._guard(c)) for c in (self._teller(), self._reporter())]
+        self._tasks.append(asyncio.create_task(self._guard(self._explain_waits())))
+        await self._store.watch(self._on_view)
+
+    async def close(self) -> None:
+        """Withdraws from the quorum."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._store.close()
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  (top of a task: end the rank with the reason)
+            self._on_fatal(error)
+
+    # --- inputs -----------------------------------------------------------------------------------------------
+
+    def on_message(self, message: Upward) -> None:
+        """A rank of this replica spoke (control loop)."""
+        if isinstance(message, Hello):
+            self._hellos[message.rank] = message
+            if len(self._hellos) == self.machine.settings.size:
+                self._tasks.append(asyncio.create_task(self._guard(self._enter())))
+            return
+        self._carry_out(lambda: self.machine.on_message(message))
+
+    async def _enter(self) -> None:
+        """Every rank is ready: check that we fit the job, say where we listen, and report."""
+        settings, ranks = (
+            self.machine.settings,
+            [self._hellos[Rank(r)] for r in range(self.machine.settings.size)],
+        )
+        await self._store.claim_job(self._record(layout_digest(ranks)))
+        endpoints = tuple(hello.endpoint for hello in ranks)
+        await self._store.put_endpoints(settings.replica_id, settings.incarnation, endpoints)
+        for hello in ranks:
+            self._carry_out(lambda hello=hello: self.machine.on_message(hello))  # type: ignore[misc]
+
+    def _on_view(self, view: StoreView) -> None:
+        if self._closed:
+            return
+        self._view = view
+        last = view.last
+        if last is not None:
+            self._carry_out(lambda: self.machine.on_decision(last))
+        self._decide()
+
+    def _carry_out(self, step: Callable[[], tuple[Effect, ...]]) -> None:
+        try:
+            effects = step()
+        except (KeepstepError, AssertionError) as error:
+            self._on_fatal(error)
+            return
+        for effect in effects:
+            if isinstance(effect, Publish):
+                self._report = effect.report
+                self._report_wanted.set()
+            else:
+                self._tell.put_nowait(effect)
+
+    # --- telling the ranks ------------------------------------------------------------------------------------
+
+    async def _teller(self) -> None:
+        while True:
+            effect = await self._tell.get()
+            if isinstance(effect, TellDecided):
+                await self._tell_decided(effect.decision)
+            else:
+                if isinstance(effect.message, Verdict) and not effect.message.commit:
+                    self._emit("retry", seq=effect.message.seq, reason=effect.message.reason)
+                await self._tree.broadcast(encode_frame(effect.message))
+
+    async def _tell_decided(self, decision: Decision) -> None:
+        self._emit(
+            "decision",
+            seq=decision.seq,
+            quorum_id=decision.quorum_id,
+            kind=decision.kind.value,
+            step=decision.step,
+            base=decision.base,
+            reason=decision.reason,
+            num_replicas=decision.num_replicas,
+            members=[
+                {
+                    "replica": m.replica_id,
+                    "incarnation": m.incarnation,
+                    "role": m.role.value,
+                    "units": list(m.units),
+                }
+                for m in decision.members
+            ],
+        )
+        tables: dict[tuple[ReplicaId, Incarnation], tuple[Endpoint, ...]] = {}
+        for m in decision.members:
+            tables[m.replica_id, m.incarnation] = await self._store.get_endpoints(m.replica_id, m.incarnation)
+        parts: dict[int, bytes] = {}
+        for rank in range(self.machine.settings.size):
+            peers = tuple(Peer(replica_id=r, incarnation=i, endpoint=table[rank]) for (r, i), table in tables.items())
+            parts[rank] = encode_frame(Decided(decision=decision, peers=peers))
+        await self._tree.scatter(b"", parts)
+
+    # --- reporting --------------------------------------------------------------------------------------------
+
+    async def _reporter(self) -> None:
+        while True:
+            await self._report_wanted.wait()
+            self._report_wanted.clear()
+            report = self._report
+            if report is None or report is self._report_written:
+                continue
+            step = report.state.step if report.state else 0
+            self._fault(Phase.BEFORE_REPORT, step)
+            await self._retry_store(lambda report=report: self._store.put_report(report))  # type: ignore[misc]
+            self._report_written = report
+            self._fault(Phase.WAITING_DECISION, step)
+
+    async def _retry_store(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Repeats a store call while the store is away; newer reports supersede."""
+        said = False
+        while True:
+            try:
+                return await call()
+            except StoreError as error:
+                if not said:
+                    log.warning("the store is away, training waits for it: %s", error)
+                    said = True
+                await asyncio.sleep(0.1)  # a back-off, not a wait for a condition: nothing tells us when it is back
+                if self._report_wanted.is_set():
+                    return None
+
+    # --- deciding ---------------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        view = self._view
+        if view is None or self._publishing or self._closed or self.machine.over:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = time.monotonic_ns()
+        answer = quorum.decide(to_quorum_view(view), self.policy, now=now)
+        if isinstance(answer, Decision):
+            self._publishing = True
+            self._tasks.append(asyncio.create_task(self._guard(self._publish(answer, view.revision))))
+            self._waiting = ("", 0.0)
+            return
+        if isinstance(answer, quorum.Halt):
+            self._halted(answer)
+            return
+        if answer.reason != self._waiting[0]:
+            self._waiting = (answer.reason, time.monotonic())
+        if answer.until is not None:
+            delay = max(0.0, (answer.until - now) / 1e9) + 1e-4
+            self._timer = asyncio.get_running_loop().call_later(delay, self._decide)
+
+    def _halted(self, halt: quorum.Halt) -> None:
+        if not halt.misfits:
+            self._on_fatal(NoStateLeft(halt.reason))
+        elif self.machine.settings.replica_id in halt.misfits:
+            self._on_fatal(JobMismatch(halt.reason))
+        elif halt.reason != self._waiting[0]:
+            log.warning("waiting for a replica that does not fit the job to leave: %s", halt.reason)
+            self._waiting = (halt.reason, time.monotonic())
+
+    async def _publish(self, decision: Decision, revision: int) -> None:
+        try:
+            await self._store.publish(decision, revision)
+        except StoreError as error:
+            log.warning("decision %d could not be published: %s", decision.seq, error)
+            await asyncio.sleep(0.1)
+        finally:
+            self._publishing = False
+            self._tasks = [t for t in self._tasks if not t.done()]
+        if self._view is not None and self._view.last is not None and self._view.last.seq < decision.seq:
+            # The watch will bring what won; until then a second try can only lose. Look again in a moment in case it failed.
+            asyncio.get_running_loop().call_later(0.05, self._decide)
+
+    async def _explain_waits(self) -> None:
+        """A silent barrier of hours is the worst of bugs: say who is awaited, and why."""
+        while True:
+            await asyncio.sleep(WAIT_LOG_S)
+            reason, since = self._waiting
+            idle = self.machine.running is None
+            if reason and idle and time.monotonic() - since > WAIT_LOG_S:
+                log.warning("waiting for %.0f s: %s", time.monotonic() - since, reason)
+
+
+def to_quorum_view(view: StoreView) -> quorum.View:
+    """What `decide` sees of the store."""
+    reports: Mapping[ReplicaId, quorum.SeenReport] = {
+        replica_id: quorum.SeenReport(report=report, seen_at=seen_at)
+        for replica_id, (report, seen_at) in view.reports.items()
+    }
+    return quorum.View(
+        last=view.last,
+        last_seen_at=view.last_seen_at,
+        reports=reports,
+        dead=view.dead,
+        announced=view.announced,
+    )

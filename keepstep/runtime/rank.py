@@ -1,0 +1,476 @@
+"""Everything of a rank but its main thread: control tree, FTAR engine, state server and fetcher, around one machine.
+
+The main thread owns the model. It talks to the rest through four calls (`next_order`, `submit`, `held`, `close`), and is
+never waited for by the exchanges of a replica that catches up. All protocol state lives on the control loop, a thread of its
+own that does nothing heavy; engine, server and fetcher threads hand their events over to it.
+
+Fails: the first fatal error (from any thread) is raised in the main thread by the next call; the rank then exits non-zero
+and its replica is rebuilt. Recoverable errors become votes of "no".
+"""
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from keepstep.ports import EventSink, ExchangeBuffer, StateSource
+from keepstep.protocol import catch_up as rank_effects
+from keepstep.protocol.catch_up import Apply, LoadState, Order, RankMachine
+from keepstep.protocol.errors import InvariantViolation, KeepstepError, LocalProtocolError, TransferError
+from keepstep.protocol.ids import LEADER, Seq
+from keepstep.protocol.messages import Endpoint, Hello, LedgerState, Policy, StateName, Upward, Verdict, Vote
+from keepstep.protocol.step import StepSettings
+from keepstep.runtime.engine import Engine
+from keepstep.runtime.environment import Environment
+from keepstep.runtime.etcd import EtcdStore, JobRecord
+from keepstep.runtime.faults import Faults, Phase
+from keepstep.runtime.handshake import Identity
+from keepstep.runtime.leader import LeaderShell
+from keepstep.runtime.ring import EngineSettings, RingBroken, RingReady, StepDone, StepFailed
+from keepstep.runtime.state_http import FetchedState, FetchHandle, StateFetcher, StateServer
+from keepstep.runtime.tree import ControlTree
+from keepstep.runtime.wire import decode_frame, encode_frame
+
+log = logging.getLogger("keepstep")
+T = TypeVar("T")
+
+FATAL_GRACE_S = 10.0  # the main thread may hang in a collective of a dead replica: then the process ends without it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """An order with what it needs: reduced buckets for Apply, fetched bytes for LoadState."""
+
+    order: Order
+    reduced: tuple[ExchangeBuffer, ...] = ()
+    fetched: FetchedState | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPlane:
+    """What `training` brings along once the model is built."""
+
+    source: StateSource
+    serve: Callable[[frozenset[StateName]], None]
+    zero_contribution: Callable[[], list[ExchangeBuffer]]
+    exchanges: int
+    layout_digest: str
+    ledger: LedgerState
+    max_steps: int | None
+    engine: EngineSettings
+
+
+class RankRuntime:
+    """One rank's shells. Created, started and closed by the main thread."""
+
+    def __init__(self, env: Environment, *, events: EventSink, faults: Faults) -> None:
+        if env.incarnation is None:
+            raise LocalProtocolError("a rank needs the incarnation of its replica before it can join")
+        self.env, self.events, self.faults = env, events, faults
+        self.incarnation = env.incarnation
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="keepstep-control", daemon=True)
+        self._orders: queue.SimpleQueue[Given | None] = queue.SimpleQueue()
+        self._fatal: BaseException | None = None
+        self._closing = False
+        self._tree: ControlTree | None = None
+        self._store: EtcdStore | None = None
+        self._leader: LeaderShell | None = None
+        self._early: list[tuple[int, bytes]] = []  # from ranks that were ready before the leader's main thread
+        self._machine: RankMachine | None = None
+        self._plane: DataPlane | None = None
+        self._engine: Engine | None = None
+        self._server: StateServer | None = None
+        self._fetcher: StateFetcher | None = None
+        self._fetch: FetchHandle | None = None
+        self._fetched: FetchedState | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lock = threading.Lock()  # guards the four below: main thread and control loop
+        self._current: tuple[Seq, int] | None = None  # decision and attempt whose buckets go to the engine
+        self._buffers: dict[int, ExchangeBuffer] = {}  # of attempt `_buffers_of`
+        self._buffers_of = 0
+        self._reduced: dict[Seq, tuple[ExchangeBuffer, ...]] = {}
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def _call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Runs a coroutine on the control loop and waits for it (main thread)."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
+
+    # --- coming up (main thread) ------------------------------------------------------------------------------
+
+    def connect(self, make_welcome: Callable[[], bytes], *, timeout: float = 300.0) -> bytes:
+        """Joins the control tree (rank 0 first reaches the store); returns the leader's welcome to all its ranks."""
+        self._thread.start()
+        return self._call(self._connect(make_welcome, timeout))
+
+    async def _connect(self, make_welcome: Callable[[], bytes], timeout: float) -> bytes:
+        env = self.env
+        welcome = b""
+        if env.rank == LEADER:
+            self._store = await EtcdStore.open(env.store, env.job, env.token, lease_s=env.lease_s)
+            welcome = make_welcome()
+        self._tree = ControlTree(
+            rank=env.rank,
+            size=env.world_size,
+            fan_out=env.fan_out,
+            token=env.token,
+            job=env.job,
+            incarnation=self.incarnation,
+            host=env.host,
+            leader_address=env.leader_address,
+            listen_fd=env.leader_fd,
+            welcome=welcome,
+            on_down=self._on_down,
+            on_up=self._on_up,
+            on_lost=self._on_lost,
+        )
+        return await self._tree.start(timeout)
+
+    def attach(self, plane: DataPlane) -> None:
+        """The model is built: start the data plane and say hello."""
+        env = self.env
+        self._plane = plane
+        settings = StepSettings(
+            replica_id=env.replica_id,
+            incarnation=self.incarnation,
+            size=env.world_size,
+            max_steps=plane.max_steps,
+        )
+        self._machine = RankMachine(settings, env.rank)
+        identity = Identity(
+            job=env.job,
+            token=env.token,
+            replica_id=env.replica_id,
+            incarnation=self.incarnation,
+            rank=env.rank,
+            layout_digest=plane.layout_digest,
+        )
+        self._engine = Engine(
+            identity, host=env.host, settings=plane.engine, on_event=self._from_engine, fault=self._in_exchange
+        )
+        part = f"{env.job}/rank {env.rank} of {env.world_size}"
+        self._server = StateServer(plane.source, host=env.host, part=part, token=env.token, fault=self._serving)
+        self._server.start()
+        self._fetcher = StateFetcher(part=part, token=env.token, fault=self._fetching)
+        endpoint = Endpoint(host=env.host, ftar_port=self._engine.port, state_port=self._server.port)
+        hello = Hello(
+            rank=env.rank,
+            endpoint=endpoint,
+            layout_digest=plane.layout_digest,
+            ledger=plane.ledger,
+            version=env.version,
+        )
+        self.fault(Phase.BEFORE_HELLO, 0)
+        self._call(self._say_hello(hello, settings))
+
+    async def _say_hello(self, hello: Hello, settings: StepSettings) -> None:
+        env, tree = self.env, self._tree
+        assert tree is not None
+        if env.rank == LEADER:
+            assert self._store is not None
+            policy = Policy(
+                num_replicas=env.num_replicas,
+                min_replicas=env.min_replicas,
+                start_wait_ns=int(env.start_wait_s * 1e9),
+                straggler_ns=int(env.straggler_s * 1e9),
+            )
+            self._leader = LeaderShell(
+                settings,
+                policy,
+                self._store,
+                tree,
+                record=lambda layout: JobRecord(
+                    version=env.version,
+                    num_replicas=env.num_replicas,
+                    ranks_per_replica=env.world_size,
+                    data_fingerprint=hello.ledger.fingerprint,
+                    layout_digest=layout,
+                    token_check=EtcdStore.token_check(env.job, env.token),
+                ),
+                emit=self.emit,
+                fault=self.fault,
+                on_fatal=self._fail,
+            )
+            await self._leader.start()
+            for rank, payload in self._early:
+                self._on_up(rank, payload)
+            self._early.clear()
+        await tree.send_up(encode_frame(hello))
+
+    # --- the main thread's calls ------------------------------------------------------------------------------
+
+    def next_order(self) -> Given:
+        """Waits for what to do next. Raises the first fatal error of any part."""
+        self._check()
+        given = self._orders.get()
+        self._check()
+        assert given is not None
+        return given
+
+    def submit(self, attempt: int, exchange: int, buffer: ExchangeBuffer) -> None:
+        """A bucket of `attempt` is full. Goes out at once if a decision already wants it; else it is kept."""
+        engine, plane = self._engine, self._plane
+        assert engine is not None
+        assert plane is not None
+        with self._lock:
+            if attempt != self._buffers_of:
+                if attempt < self._buffers_of:
+                    return
+                self._buffers, self._buffers_of = {}, attempt
+            self._buffers[exchange] = buffer
+            if self._current is not None and self._current[1] == attempt:
+                engine.submit(self._current[0], exchange, buffer)
+        if exchange == plane.exchanges - 1:
+            self.fault(Phase.AFTER_LAST_BUCKET)
+
+    def held(self, state: StateName) -> None:
+        """The main thread has carried out an Apply or LoadState: its tensors hold `state`."""
+        self.loop.call_soon_threadsafe(self._run, lambda machine: machine.on_held(state))
+
+    def close(self) -> None:
+        """Stops every thread; bounded in time. Main thread."""
+        self._closing = True
+        if self._plane is not None:
+            self._plane.serve(frozenset())
+        try:
+            self._call(self._close(), timeout=15.0)
+        finally:
+            for part in (self._engine, self._fetcher):
+                if part is not None:
+                    part.close()
+            if self._server is not None:
+                self._server.stop()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(5.0)
+            if not self._thread.is_alive():
+                self.loop.close()
+
+    async def _close(self) -> None:
+        if self._leader is not None:
+            await self._leader.close()
+        elif self._store is not None:
+            await self._store.close()
+        if self._tree is not None:
+            await self._tree.close()
+
+    def _check(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+
+    # --- faults and events (any thread) -----------------------------------------------------------------------
+
+    def fault(self, phase: Phase, step: int | None = None) -> None:
+        """An injection point; nothing happens unless a fault was asked for."""
+        if not self.faults:
+            return
+        running = self._machine.running if self._machine is not None else None
+        role = None
+        if running is not None:
+            me = running.member(self.env.replica_id, self.incarnation)
+            role = me.role.value if me is not None else None
+            step = running.step if step is None else step
+        self.faults.point(phase, step=step, role=role)
+
+    def _serving(self, _what: str) -> None:
+        self.fault(Phase.SERVING_STATE)
+
+    def _fetching(self, _what: str) -> None:
+        self.fault(Phase.FETCHING_STATE)
+
+    def _in_exchange(self, _what: str, _exchange: int) -> None:
+        self.fault(Phase.IN_EXCHANGE)
+
+    def emit(self, event: str, **fields: object) -> None:
+        self.events.emit(event, fields)
+
+    def _fail(self, error: BaseException) -> None:
+        """Remembers the first fatal error and wakes the main thread. Any thread."""
+        if self._closing:
+            return
+        if self._fatal is None:
+            self._fatal = error
+            log.error("%s: %s", type(error).__name__, error)
+            watchdog = threading.Timer(FATAL_GRACE_S, _exit_hard, args=(error,))
+            watchdog.daemon = True
+            watchdog.start()
+        self._orders.put(None)
+
+    # --- control loop: messages in ----------------------------------------------------------------------------
+
+    def _on_down(self, common: bytes, own: bytes | None) -> None:
+        message = decode_frame(own or common)
+        if isinstance(message, Verdict) and not message.commit:
+            with self._lock:
+                self._current = None
+                self._reduced.pop(message.seq, None)
+        self._run(lambda machine: machine.on_message(message))  # type: ignore[arg-type]
+
+    def _on_up(self, rank: int, payload: bytes) -> None:
+        if self._leader is None:
+            self._early.append((rank, payload))
+            return
+        self._leader.on_message(decode_frame(payload))  # type: ignore[arg-type]
+
+    def _on_lost(self, rank: int, reason: str) -> None:
+        if not self._closing and not (self._machine is not None and self._machine.left):
+            self._fail(KeepstepError(f"the control link to rank {rank} of this replica is lost: {reason}"))
+
+    def _from_engine(self, event: object) -> None:
+        try:
+            self.loop.call_soon_threadsafe(self._on_engine, event)
+        except RuntimeError:
+            if not self._closing:
+                raise
+
+    def _on_engine(self, event: object) -> None:
+        match event:
+            case StepDone():
+                self._run(lambda machine: machine.on_step_done(event.seq))
+            case StepFailed():
+                if event.fatal:
+                    self._fail(InvariantViolation(f"FTAR: {event.reason}"))
+                    return
+                log.warning("step attempt %d failed: %s", event.seq, event.reason)
+                self._run(lambda machine: machine.on_step_failed(event.seq, event.suspect, event.reason))
+            case RingBroken():
+                self._run(lambda machine: machine.on_ring_broken(event.quorum_id, event.suspect, event.reason))
+            case RingReady():
+                self.emit("ring", quorum_id=event.quorum_id)
+
+    def _run(self, step: Callable[[RankMachine], tuple[rank_effects.Effect, ...]]) -> None:
+        machine = self._machine
+        if machine is None or self._closing:
+            return
+        try:
+            for effect in step(machine):
+                self._carry_out(effect)
+        except Exception as error:  # noqa: BLE001  (top of the control loop: the rank ends with the reason)
+            self._fail(error)
+
+    # --- control loop: effects out ----------------------------------------------------------------------------
+
+    def _carry_out(self, effect: rank_effects.Effect) -> None:
+        engine, plane, tree = self._engine, self._plane, self._tree
+        assert engine is not None
+        assert plane is not None
+        assert tree is not None
+        match effect:
+            case rank_effects.GiveOrder():
+                self._give(effect.order)
+            case rank_effects.ConfigureRing():
+                engine.configure(effect.quorum_id, effect.peers, effect.position)
+            case rank_effects.BeginExchanges():
+                self._begin(effect)
+            case rank_effects.StartFetch():
+                self._start_fetch(effect)
+            case rank_effects.CancelFetch():
+                self._cancel_fetch()
+            case rank_effects.Serve():
+                plane.serve(effect.states)
+            case rank_effects.SendUp():
+                self._spawn(self._send_up(effect.message))
+
+    async def _send_up(self, message: Upward) -> None:
+        assert self._tree is not None
+        if isinstance(message, Vote):
+            self.fault(Phase.BEFORE_VOTE)
+        await self._tree.send_up(encode_frame(message))
+        if isinstance(message, Vote):
+            self.fault(Phase.BETWEEN_VOTE_AND_COMMIT)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned)
+
+    def _spawned(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            error = task.exception()
+            assert error is not None
+            self._fail(error)
+
+    def _begin(self, effect: rank_effects.BeginExchanges) -> None:
+        engine, plane = self._engine, self._plane
+        assert engine is not None
+        assert plane is not None
+        engine.begin(effect.seq, effect.quorum_id, plane.exchanges)
+        if effect.attempt is None:
+            zeros = tuple(plane.zero_contribution())
+            with self._lock:
+                self._current = None
+                self._reduced[effect.seq] = zeros
+            for exchange, buffer in enumerate(zeros):
+                engine.submit(effect.seq, exchange, buffer)
+            return
+        with self._lock:
+            self._current = (effect.seq, effect.attempt)
+            if self._buffers_of == effect.attempt:
+                for exchange, buffer in sorted(self._buffers.items()):
+                    engine.submit(effect.seq, exchange, buffer)
+
+    def _give(self, order: Order) -> None:
+        if isinstance(order, Apply):
+            seq = order.decision.seq
+            with self._lock:
+                reduced = self._reduced.pop(seq, None)
+                if reduced is None:  # our own attempt was exchanged
+                    reduced = tuple(buffer for _, buffer in sorted(self._buffers.items()))
+                self._current = None
+            self._orders.put(Given(order=order, reduced=reduced))
+        elif isinstance(order, LoadState):
+            fetched, self._fetched = self._fetched, None
+            assert fetched is not None
+            self._orders.put(Given(order=order, fetched=fetched))
+        else:
+            self._orders.put(Given(order=order))
+
+    def _start_fetch(self, effect: rank_effects.StartFetch) -> None:
+        assert self._fetcher is not None
+        state, started = effect.state, time.monotonic()
+        sources = [(p.replica_id, p.endpoint.host, p.endpoint.state_port) for p in effect.sources]
+
+        def done(result: FetchedState | TransferError) -> None:
+            self.loop.call_soon_threadsafe(self._on_fetch_done, state, result, time.monotonic() - started)
+
+        self._fetch = self._fetcher.fetch(state, sources, done, throttle_bytes_per_s=self.env.fetch_throttle)
+
+    def _on_fetch_done(self, state: StateName, result: FetchedState | TransferError, seconds: float) -> None:
+        if isinstance(result, FetchedState):
+            self._fetched = result
+            self.emit(
+                "fetch",
+                step=state.step,
+                lineage=state.lineage,
+                seconds=seconds,
+                bytes=len(result.data),
+                sources=dict(result.bytes_from),
+            )
+        else:
+            self.emit("fetch_failed", step=state.step, lineage=state.lineage, reason=str(result))
+        failure = None if isinstance(result, FetchedState) else str(result)
+        self._run(lambda machine: machine.on_fetched(state, failure))
+
+    def _cancel_fetch(self) -> None:
+        if self._fetch is not None:
+            self._fetch.cancel()
+        self._fetch = self._fetched = None
+        running = self._machine.running if self._machine is not None else None
+        with self._lock:
+            self._reduced = {
+                seq: kept for seq, kept in self._reduced.items() if running is not None and seq == running.seq
+            }
+
+
+def _exit_hard(error: BaseException) -> None:
+    """The main thread did not pick the fatal error up: it hangs somewhere that only the end of the process ends."""
+    log.error("ending the process: the main thread did not react to: %s", error)
+    os._exit(1)
