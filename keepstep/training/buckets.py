@@ -49,7 +49,7 @@ def like(local_part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def raw(flat: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(bytearray())
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(bytearray())  # type: ignore[arg-type]
 
 
 class FlatBuffer:
@@ -133,7 +133,7 @@ class Buckets:
         self._submit: Callable[[int, FlatBuffer], None] | None = None
         self.on_first_gradient: Callable[[], None] = lambda: None
         for index, (_, p) in enumerate(self.named):
-            p.register_post_accumulate_grad_hook(lambda _p, index=index: self._on_gradient(index))
+            p.register_post_accumulate_grad_hook(lambda _p, index=index: self._on_gradient(index))  # type: ignore[no-untyped-call]
 
     @property
     def count(self) -> int:

@@ -116,3 +116,9 @@ class Units:
         return [
             (self.collate([self.data[i] for i in indices[a:b]]), (b - a) * self.size / total) for a, b in pairwise(cuts)
         ]
+
+
+def step_seed(seed: int, units: Sequence[int], rank: int) -> int:
+    """What torch's generator is seeded with before `units` are computed on `rank`: dropout repeats when they are again."""
+    text = f"{seed}/{list(units)}/{rank}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
