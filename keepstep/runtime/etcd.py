@@ -9,7 +9,8 @@
     keepstep/JOB/announced/REPLICA      a launcher has started it; under the launcher's lease
 
 Values are JSON. What cannot be read is logged once and ignored. Liveness is the store's own: leases, never clocks of two
-hosts. When the store goes away the last view stays, and everything is read again when it is back.
+hosts. When the store goes away (its end is seen at once, its silence within QUIET_S + ANSWER_S) the last view stays, and
+everything is read again when it is back. The watch stream is our own: aetcd's neither sees a silent server nor gives batches.
 
 One asyncio loop. Fails: StoreError (unreachable, refused), ConfigError and JobMismatch with one sentence.
 """
@@ -17,13 +18,15 @@ One asyncio loop. Fails: StoreError (unreachable, refused), ConfigError and JobM
 import asyncio
 import hmac
 import logging
+import re
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import aetcd
 import msgspec
+from aetcd import rpc
 
 from keepstep.protocol.errors import ConfigError, JobMismatch, RemoteProtocolError, StoreError
 from keepstep.protocol.ids import Incarnation, ReplicaId
@@ -35,6 +38,15 @@ T = TypeVar("T")
 
 CALL_S = 5.0
 BACK_OFF_S = 0.1
+QUIET_S = 2.0  # a watch that brought nothing for so long is asked for a sign of life ...
+ANSWER_S = 3.0  # ... and given up without one after this
+CHANNEL = {
+    "grpc.max_receive_message_length": 64 << 20,
+    "grpc.max_reconnect_backoff_ms": 200,
+    "grpc.keepalive_time_ms": 10_000,  # a host that vanished never closes its connection; etcd refuses less than 5 s
+    "grpc.keepalive_timeout_ms": 5_000,
+    "grpc.enable_http_proxy": 0,  # the store is a neighbour, whatever http_proxy says
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +61,7 @@ class JobRecord:
     token_check: str
 
 
+_NUMBER = re.compile("[0-9]{1,9}")
 _FIELDS = {
     "token_check": "job token",
     "version": "keepstep version",
@@ -82,47 +95,90 @@ def parse_url(url: str) -> tuple[str, int]:
 
 
 class _Lease:
-    """A lease that is kept alive, and granted anew with everything under it if it was lost."""
+    """A lease that is kept alive. If it was lost, another is granted, and everything is written again under it."""
 
     def __init__(self, store: "EtcdStore", seconds: float) -> None:
         self._store, self._seconds = store, seconds
-        self._values: dict[bytes, bytes] = {}
+        self._wanted: dict[bytes, bytes | None] = {}  # the newest value of each key; None: it must not be there
+        self._written: dict[bytes, bytes] = {}  # what is there for certain, under the lease of now
+        self._exclusive: set[bytes] = set()  # never written over another process's value
         self._id: int | None = None
         self._task: asyncio.Task[None] | None = None
+        self._lock = (
+            asyncio.Lock()
+        )  # one at a time: an old value must not overtake a new one, nor a second lease the first
 
     async def put(self, key: bytes, value: bytes) -> None:
-        self._values[key] = value
-        await self._put(key, value)
+        self._wanted[key] = value
+        self._written.pop(key, None)
+        await self._store.call(self._flush())
 
     async def create(self, key: bytes, value: bytes) -> bytes | None:
-        """Writes the key if there is none; else returns what it holds."""
+        """Writes the key if nobody else holds it; else returns what it holds."""
+        self._exclusive.add(key)
+        self._wanted[key] = value
+        return (await self._store.call(self._flush())).get(key)
+
+    async def drop(self, key: bytes) -> None:
+        self._wanted[key] = None
+        await self._store.call(self._flush())
+
+    async def revoke(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._wanted.clear()
+        lease = self._id
+        self._lost()
+        if lease is not None:
+            await self._store.call(self._store.client.revoke_lease(lease))
+
+    async def _flush(self) -> dict[bytes, bytes]:
+        """Writes what is not written yet. Returns the exclusive keys that another process holds, with its values."""
+        async with self._lock:
+            for attempt in (1, 2):
+                lease = await self._granted()
+                try:
+                    return await self._write_all(lease)
+                except StoreError as error:
+                    if attempt == 2 or "lease not found" not in str(error):
+                        raise
+                    self._lost()  # it ran out while we were stopped
+        raise AssertionError("unreachable")
+
+    async def _write_all(self, lease: int) -> dict[bytes, bytes]:
+        client, refused = self._store.client, {}
+        for key, value in list(self._wanted.items()):
+            if value is None:
+                await self._store.call(client.delete(key))
+                if self._wanted.get(key) is None:
+                    self._wanted.pop(key, None)
+            elif self._written.get(key) != value:
+                holder = None
+                if key in self._exclusive:
+                    holder = await self._create(key, value, lease)
+                else:
+                    await self._store.call(client.put(key, value, lease=lease))
+                if holder is None:
+                    self._written[key] = value
+                else:
+                    refused[key] = holder
+                    self._wanted.pop(key, None)
+        return refused
+
+    async def _create(self, key: bytes, value: bytes, lease: int) -> bytes | None:
         client = self._store.client
         done, got = await self._store.call(
             client.transaction(
                 compare=[client.transactions.version(key) == 0],
-                success=[client.transactions.put(key, value, lease=await self._granted())],
+                success=[client.transactions.put(key, value, lease=lease)],
                 failure=[client.transactions.get(key)],
             )
         )
-        if done:
-            self._values[key] = value
+        if done or got[0][0][1].lease == lease:  # ours from a try whose answer was lost
             return None
-        return bytes(got[0][0][0]) if got[0] else b""
-
-    async def drop(self, key: bytes) -> None:
-        self._values.pop(key, None)
-        await self._store.call(self._store.client.delete(key))
-
-    async def _put(self, key: bytes, value: bytes) -> None:
-        for attempt in (1, 2):
-            lease = await self._granted()
-            try:
-                await self._store.call(self._store.client.put(key, value, lease=lease))
-                return
-            except StoreError as error:
-                if attempt == 2 or "lease not found" not in str(error):
-                    raise
-                self._id = None  # it ran out while we were stopped
+        return bytes(got[0][0][0])
 
     async def _granted(self) -> int:
         if self._id is None:
@@ -132,27 +188,29 @@ class _Lease:
                 self._task = asyncio.get_running_loop().create_task(self._keep_alive())
         return self._id
 
+    def _lost(self) -> None:
+        self._id = None
+        self._written.clear()
+
     async def _keep_alive(self) -> None:
         while True:
             await asyncio.sleep(self._seconds / 3)
             try:
-                reply = await self._store.call(self._store.client.refresh_lease(await self._granted()))
-                if reply is None or reply.TTL <= 0:
-                    log.warning("the store had given up on this process for a while; it reports again")
-                    self._id = None
-                    for key, value in list(self._values.items()):
-                        await self._put(key, value)
+                async with self._lock:
+                    await self._refresh()
+                for key, holder in (await self._store.call(self._flush())).items():
+                    who = holder.decode(errors="replace")
+                    log.error("while this process was away, %s was taken by %s", key.decode(errors="replace"), who)
             except StoreError as error:
                 log.debug("lease not renewed: %s", error)
 
-    async def revoke(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        lease, self._id = self._id, None
-        self._values.clear()
-        if lease is not None:
-            await self._store.call(self._store.client.revoke_lease(lease))
+    async def _refresh(self) -> None:
+        if self._id is None:
+            return
+        reply = await self._store.call(self._store.client.refresh_lease(self._id), timeout=min(self._seconds, CALL_S))
+        if reply is None or reply.TTL <= 0:
+            log.warning("the store had given up on this process for a while; it reports again")
+            self._lost()
 
 
 class EtcdStore:
@@ -165,6 +223,7 @@ class EtcdStore:
         self._endpoints: dict[tuple[ReplicaId, Incarnation], tuple[Endpoint, ...]] = {}
         self._watch: asyncio.Task[None] | None = None
         self._reading = _Reading(self._root)
+        self._closed = False
 
     @staticmethod
     async def open(url: str, job: str, token: bytes, *, lease_s: float = 2.0, timeout: float = 10.0) -> "EtcdStore":
@@ -172,40 +231,55 @@ class EtcdStore:
         host, port = parse_url(url)
         if not job or "/" in job:
             raise ConfigError(f"a job's name must be one word without a slash, got {job!r}")
-        options = {"grpc.max_receive_message_length": 64 << 20, "grpc.max_reconnect_backoff_ms": 200}
-        client = aetcd.Client(host=host, port=port, options=options)
+        client = aetcd.Client(host=f"[{host}]" if ":" in host else host, port=port, options=CHANNEL)
         store = EtcdStore(client, job, token, lease_s)
+        try:
+            await store._reach(timeout)
+        except BaseException:
+            await store.close()
+            raise
+        return store
+
+    async def _reach(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                await store.call(client.get(store._root + b"job"), timeout=min(CALL_S, timeout))
-                return store
+                await self.call(self.client.get(self._root + b"job"), timeout=min(CALL_S, timeout))
+                return
             except StoreError as error:
                 if time.monotonic() > deadline:
-                    await client.close()
                     raise StoreError(
-                        f"no etcd answers at {host}:{port} ({error}): start it, or leave --store out to use the embedded one"
+                        f"no etcd answers at {self.client._host}:{self.client._port} ({error}): start it, or leave --store out "
+                        "to use the embedded one"
                     ) from None
                 await asyncio.sleep(BACK_OFF_S)
 
     async def close(self) -> None:
         """Withdraws, and ends every task and connection; bounded in time."""
+        if self._closed:
+            return
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         try:
-            await asyncio.wait_for(self._lease.revoke(), 2.0)
+            async with asyncio.timeout(2.0):
+                await self._lease.revoke()
         except (StoreError, TimeoutError) as error:
             log.debug("the lease runs out by itself: %s", error)
+        self._closed = True
         await self.client.close()
 
-    async def call(self, work: Awaitable[T], *, timeout: float = CALL_S) -> T:
+    async def call(self, work: Coroutine[Any, Any, T], *, timeout: float = CALL_S) -> T:
         """Awaits an etcd call; whatever goes wrong becomes a StoreError."""
+        if self._closed:
+            work.close()
+            raise StoreError("the connection to the store is closed")
         try:
-            return await asyncio.wait_for(work, timeout)
+            async with asyncio.timeout(timeout):  # not wait_for: that of Python 3.11 can swallow a cancellation
+                return await work
         except TimeoutError:
             raise StoreError(f"etcd did not answer within {timeout:g} s") from None
-        except aetcd.ClientError as error:
+        except (aetcd.ClientError, rpc.RpcError, rpc.BaseError) as error:
             raise StoreError(f"etcd: {error}") from None
 
     # --- the job as a whole -----------------------------------------------------------------------------------
@@ -221,7 +295,7 @@ class EtcdStore:
         while True:
             got = await self.call(self.client.get(key))
             revision = 0 if got is None else got.mod_revision
-            merged = record if got is None else _merge(decode(got.value, JobRecord), record, self.job)
+            merged = record if got is None else _merge(_stored(got, JobRecord), record, self.job)
             if got is not None and encode(merged) == got.value:
                 return
             if await self._swap(key, encode(merged), revision):
@@ -231,7 +305,7 @@ class EtcdStore:
         """Raises JobMismatch if the job on this store has another token."""
         got = await self.call(self.client.get(self._root + b"job"))
         if got is not None:
-            known = decode(got.value, JobRecord)
+            known = _stored(got, JobRecord)
             _merge(known, replace(known, token_check=self.token_check(self.job, self._token)), self.job)
 
     async def claim_launcher(self, text: str) -> None:
@@ -278,10 +352,12 @@ class EtcdStore:
         """By rank. They never change in one life, so they are read once."""
         known = self._endpoints.get((replica, life))
         if known is None:
-            got = await self.call(self.client.get(self._root + f"endpoints/{replica}/{life}".encode()))
+            key = self._root + f"endpoints/{replica}/{life}".encode()
+            # Whoever watches has them already, for they are written before the first report: no call that could fail.
+            got = self._reading.raw(key) or await self.call(self.client.get(key))
             if got is None:
                 raise StoreError(f"replica {replica} has not said where its ranks listen")
-            known = self._endpoints[replica, life] = decode(got.value, tuple[Endpoint, ...])
+            known = self._endpoints[replica, life] = _stored(got, tuple[Endpoint, ...])
         return known
 
     async def publish(self, decision: Decision, revision: int) -> bool:
@@ -303,43 +379,85 @@ class EtcdStore:
 
     async def watch(self, on_change: Callable[[StoreView], None]) -> None:
         """Reads everything, calls `on_change` at once, and again after every change, for as long as the store is open."""
-        await self._read_all()
+        revision = await self._read_all()
         on_change(self._reading.view())
-        self._watch = asyncio.get_running_loop().create_task(self._follow(on_change))
+        self._watch = asyncio.get_running_loop().create_task(self._follow(on_change, revision))
 
     async def read(self) -> StoreView:
         """Everything, now."""
         await self._read_all()
         return self._reading.view()
 
-    async def _read_all(self) -> int:
+    async def _read_all(self, *, anew: bool = False) -> int:
         got = await self.call(self.client.get_prefix(self._root))
-        self._reading.replace_all({kv.key: (kv.value, kv.mod_revision) for kv in got})
-        return int(got.header.revision)
+        revision = int(got.header.revision)
+        if anew or self._watch is None or revision >= self._reading.newest:  # else the watch knows more already
+            self._reading.replace_all(list(got), revision)
+        if anew or self._watch is None:
+            self._reading.connected = True
+        return revision
 
-    async def _follow(self, on_change: Callable[[StoreView], None]) -> None:
-        loop, pending = asyncio.get_running_loop(), False
+    async def _follow(self, on_change: Callable[[StoreView], None], revision: int) -> None:
+        loop = asyncio.get_running_loop()
+        pending: asyncio.Handle | None = None
 
-        def tell() -> None:
+        def run() -> None:
             nonlocal pending
-            pending = False
-            on_change(self._reading.view())
+            pending = None
+            if not self._closed:
+                on_change(self._reading.view())
 
-        while True:
-            try:
-                revision = await self._read_all()
-                tell()
-                watch = await self.call(self.client.watch_prefix(self._root, start_revision=revision + 1))
-                async for event in watch:
-                    self._reading.change(event.kv.key, event.kv.value, event.kv.mod_revision, event.kind)
-                    if not pending:  # one call for all events that came together
-                        pending = True
-                        loop.call_soon(tell)
-            except (StoreError, aetcd.ClientError, RuntimeError) as error:
-                log.debug("the watch ended: %s", error)
-            self._reading.connected = False
-            tell()
-            await asyncio.sleep(BACK_OFF_S)
+        def tell() -> None:  # from the loop: an error of `on_change` is the loop's to report and does not end the watch
+            nonlocal pending
+            pending = pending or loop.call_soon(run)
+
+        try:
+            while True:
+                try:
+                    if not self._reading.connected:
+                        revision = await self._read_all(anew=True)
+                        tell()
+                    await self._stream(revision, tell)
+                except (StoreError, aetcd.ClientError, rpc.RpcError, rpc.BaseError) as error:
+                    log.debug("the watch ended: %s", error)
+                except Exception:  # noqa: BLE001  (top of a task: whatever ended the watch, it must begin again)
+                    log.exception("the watch ended")
+                if self._reading.connected:
+                    self._reading.connected = False
+                    tell()
+                await asyncio.sleep(BACK_OFF_S)
+        finally:
+            if pending is not None:
+                pending.cancel()
+
+    async def _stream(self, revision: int, tell: Callable[[], None]) -> None:
+        """Follows what happens after `revision`; one `tell` for all events that come together. Returns by an error only."""
+        await self.call(self.client.connect())
+        stream = rpc.WatchStub(self.client.channel).Watch()
+        end = self._root[:-1] + bytes([self._root[-1] + 1])
+        reading: asyncio.Future[Any] | None = None
+        try:
+            request = rpc.WatchCreateRequest(key=self._root, range_end=end, start_revision=revision + 1)
+            await self.call(stream.write(rpc.WatchRequest(create_request=request)))
+            while True:
+                reading = asyncio.ensure_future(stream.read())
+                if not (await asyncio.wait({reading}, timeout=QUIET_S))[0]:
+                    sign = rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
+                    await self.call(stream.write(sign), timeout=ANSWER_S)
+                    if not (await asyncio.wait({reading}, timeout=ANSWER_S))[0]:
+                        raise StoreError("the watch is silent")
+                response = reading.result()
+                if not isinstance(response, rpc.WatchResponse) or response.canceled:
+                    raise StoreError(f"etcd ended the watch: {getattr(response, 'cancel_reason', 'end of stream')}")
+                for event in response.events:
+                    self._reading.change(event)
+                if response.events:
+                    tell()
+        finally:
+            stream.cancel()
+            if reading is not None:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
 
 
 class _Reading:
@@ -347,66 +465,81 @@ class _Reading:
 
     def __init__(self, root: bytes) -> None:
         self._root = root
-        self._raw: dict[bytes, bytes] = {}
-        self._values: dict[
-            bytes, tuple[Any, int]
-        ] = {}  # decoded report or decision, and when this version was first seen
-        self._revision = 0
+        self._raw: dict[bytes, Any] = {}  # etcd's key-value pairs
+        self._values: dict[bytes, tuple[Any, int]] = {}  # readable report or decision; when this version was first seen
+        self._base = 0  # the store's revision at the last full reading: no event up to it is news
+        self.newest = 0
         self.connected = False
 
-    def replace_all(self, found: dict[bytes, tuple[bytes, int]]) -> None:
-        for key in self._raw.keys() - found.keys():
+    def replace_all(self, found: list[Any], revision: int) -> None:
+        for key in self._raw.keys() - {kv.key for kv in found}:
             self._drop(key)
-        for key, (value, revision) in found.items():
-            self._put(key, value, revision)
-        self.connected = True
+        for kv in found:
+            self._put(kv)
+        self._base = self.newest = revision
 
-    def change(self, key: bytes, value: bytes, revision: int, kind: Any) -> None:
-        if kind == aetcd.rtypes.EventKind.DELETE:
-            self._drop(key)
+    def change(self, event: Any) -> None:
+        revision = event.kv.mod_revision
+        if revision <= self._base:
+            return
+        self.newest = revision
+        if event.type == rpc.Event.DELETE:
+            self._drop(event.kv.key)
         else:
-            self._put(key, value, revision)
+            self._put(event.kv)
 
-    def _put(self, key: bytes, value: bytes, revision: int) -> None:
-        name = key.removeprefix(self._root)
-        if name == b"decision":
-            self._revision = revision
-        if self._raw.get(key) == value:
-            return
-        self._raw[key] = value
-        kind = Decision if name == b"decision" else Report if name.startswith(b"reports/") else None
-        if kind is None:
-            return
+    def raw(self, key: bytes) -> Any:
+        """etcd's key-value pair, or None if it is not known."""
+        return self._raw.get(key)
+
+    def _put(self, kv: Any) -> None:
+        known, name = self._raw.get(kv.key), kv.key.removeprefix(self._root)
+        self._raw[kv.key] = kv
+        if known is not None and known.value == kv.value:
+            return  # `seen_at` stays
         try:
-            self._values[name] = (decode(value, kind), time.monotonic_ns())
-        except RemoteProtocolError as error:
-            log.warning("ignored the value of %s in the store: %s", key.decode(errors="replace"), error)
-            self._values.pop(name, None)
+            if name == b"decision":
+                self._values[name] = (decode(kv.value, Decision), time.monotonic_ns())
+            elif name.startswith(b"reports/"):
+                report = decode(kv.value, Report)
+                if name != b"reports/%d" % report.replica_id:
+                    raise RemoteProtocolError(f"it is of replica {report.replica_id}")
+                self._values[name] = (report, time.monotonic_ns())
+        except RemoteProtocolError as error:  # what was there before stays in force
+            log.warning("ignored the value of %s in the store: %s", kv.key.decode(errors="replace"), error)
 
     def _drop(self, key: bytes) -> None:
         self._raw.pop(key, None)
         self._values.pop(key.removeprefix(self._root), None)
-        if key.removeprefix(self._root) == b"decision":
-            self._revision = 0
 
     def view(self) -> StoreView:
         last, seen = self._values.get(b"decision", (None, 0))
+        decision = self._raw.get(self._root + b"decision")
         reports = {
             value.replica_id: (value, at) for name, (value, at) in self._values.items() if name.startswith(b"reports/")
         }
         return StoreView(
             last=last,
-            revision=self._revision,
+            revision=0 if decision is None else decision.mod_revision,
             last_seen_at=seen,
             reports=reports,
             dead=frozenset(Incarnation(name) for name in self._names(b"dead/")),
-            announced=frozenset(ReplicaId(int(name)) for name in self._names(b"announced/") if name.isdigit()),
+            announced=frozenset(ReplicaId(int(n)) for n in self._names(b"announced/") if _NUMBER.fullmatch(n)),
             connected=self.connected,
         )
 
     def _names(self, folder: bytes) -> list[str]:
         prefix = self._root + folder
         return [key.removeprefix(prefix).decode(errors="replace") for key in self._raw if key.startswith(prefix)]
+
+
+def _stored(got: Any, kind: type[T]) -> T:
+    try:
+        return decode(got.value, kind)
+    except RemoteProtocolError as error:
+        raise StoreError(
+            f"the value of {got.key.decode(errors='replace')} in the store cannot be used: {error}"
+        ) from None
 
 
 def _merge(known: JobRecord, mine: JobRecord, job: str) -> JobRecord:

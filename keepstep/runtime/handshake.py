@@ -6,8 +6,8 @@
     server -> "" or a refusal in words
 
 Every message is length-prefixed and bounded before anything is allocated. Errors: `Unauthorized` (wrong token), `StaleQuorum`
-(another life or ring), `RemoteProtocolError` (malformed), `JobMismatch` (fatal: same-numbered ranks hold different models), OSError and
-TimeoutError from the socket. Blocking; the caller sets the socket's timeout.
+(another life or ring), `RemoteProtocolError` (malformed), `JobMismatch` (fatal: same-numbered ranks hold different models),
+OSError and TimeoutError from the socket. Blocking; the caller sets the socket's timeout.
 """
 
 import hashlib

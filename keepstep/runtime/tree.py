@@ -19,9 +19,9 @@ import logging
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -235,8 +235,8 @@ class ControlTree:
                 else:
                     await self._write(link, _TICK)
 
-    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

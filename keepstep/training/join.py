@@ -82,12 +82,14 @@ def join() -> Iterator[Job]:
         job = _join()
         try:
             yield job
-            if not job.finished:
-                raise ConfigError(
-                    "the script left the training loop before the job ended: to train fewer steps, pass max_steps"
-                    if job.has_training
-                    else "the script joined the job but never trained: iterate over keepstep.Training"
-                )
+            _check_finished(job)
+        except SystemExit as end:
+            if not end.code:
+                _check_finished(job)
+            raise
+        except JobOver as over:
+            job.runtime.emit("over", reason=str(over))
+            raise
         finally:
             _leave(job)
     except ConfigError as error:
@@ -95,6 +97,15 @@ def join() -> Iterator[Job]:
         raise SystemExit(EX_CONFIG) from None
     except JobOver as over:
         print(f"keepstep: {over}", file=sys.stderr, flush=True)
+
+
+def _check_finished(job: Job) -> None:
+    if not job.finished:
+        raise ConfigError(
+            "the script left the training loop before the job ended: to train fewer steps, pass max_steps"
+            if job.has_training
+            else "the script joined the job but never trained: iterate over keepstep.Training"
+        )
 
 
 def _join() -> Job:

@@ -14,6 +14,7 @@ the control loop calls `serve`. One condition variable guards the names; tensor 
 Departs from the paper: there a source must not change its state while it is read (section 5.6).
 """
 
+import ctypes
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -73,10 +74,17 @@ class Layout:
         return Layout(entries, raw["values"], raw["total"])
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The tensor's bytes, in row-major order; shares memory when it is contiguous."""
-    flat = local(tensor).detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part in row-major order; shares memory when it is contiguous."""
+    return local(tensor).detach().contiguous().reshape(-1)
+
+
+def _raw(flat: torch.Tensor) -> Any:
+    """The bytes of a flat tensor as a buffer, valid as long as the tensor.
+
+    Not `tensor.numpy()`: that marks the storage as not resizable for ever, and FSDP2 frees parameters by resizing.
+    """
+    return (ctypes.c_ubyte * (flat.numel() * flat.element_size())).from_address(flat.data_ptr())
 
 
 class _Frozen:
@@ -201,7 +209,8 @@ class TrainingState:
         for entry, tensor in zip(layout.entries, tensors, strict=True):
             a, b = max(lo, entry.lo), min(hi, entry.hi)
             if a < b:
-                out[a - lo : b - lo] = _bytes_of(tensor)[a - entry.lo : b - entry.lo]
+                flat = _flat(tensor)
+                ctypes.memmove(out.ctypes.data + a - lo, flat.data_ptr() + a - entry.lo, b - a)
 
     # --- the control loop -------------------------------------------------------------------------------------
 
@@ -293,5 +302,7 @@ class TrainingState:
         layout, tensors = self.to_layout()
         hasher = xxhash.xxh3_64(layout.to_json())
         for tensor in tensors:
-            hasher.update(_bytes_of(tensor).data)
+            flat = _flat(tensor)
+            if flat.numel():
+                hasher.update(_raw(flat))
         return int(hasher.intdigest())

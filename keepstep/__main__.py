@@ -1,0 +1,6 @@
+"""`python -m keepstep`."""
+
+from keepstep.cli import main
+
+if __name__ == "__main__":
+    main()

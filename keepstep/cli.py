@@ -1,0 +1,78 @@
+"""The command line: `keepstep run`, `keepstep demo`, `keepstep version`.
+
+Thin: options to settings, errors to one sentence on stderr and exit code 78. What a command needs is imported when it runs, so
+that `keepstep --help` is quick.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import keepstep
+from keepstep.demo import demo
+from keepstep.protocol.errors import ConfigError, StoreError
+
+EX_CONFIG = 78
+
+app = typer.Typer(
+    help="Fault-tolerant hybrid-sharded data-parallel training for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[Path, typer.Argument(help="the training script")],
+    args: Annotated[list[str] | None, typer.Argument(help="its own arguments, after --")] = None,
+    replicas: Annotated[int, typer.Option(help="copies of the model, the units of failure")] = 2,
+    ranks_per_replica: Annotated[int, typer.Option(help="processes that share one copy")] = 1,
+    run_dir: Annotated[Path | None, typer.Option(help="where logs and events go [default: runs/SCRIPT-TIME]")] = None,
+    job: Annotated[str | None, typer.Option(help="the job's name in the store [default: made up]")] = None,
+    store: Annotated[str | None, typer.Option(help="etcd://HOST:PORT of an etcd to use [default: start one]")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="file with the job's secret [default: made up]")] = None,
+    min_replicas: Annotated[int, typer.Option(help="wait when fewer could train")] = 1,
+    max_restarts: Annotated[int, typer.Option(help="of one replica")] = 20,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(help='rehearse a failure: "kill replica=1 rank=0 step=5 phase=in_exchange"; may be repeated'),
+    ] = None,
+) -> None:
+    """Train SCRIPT on this machine; restart whatever replica dies."""
+    from keepstep.launch.launcher import launch
+    from keepstep.launch.settings import LaunchSettings
+
+    own = list(args or ())
+    settings = LaunchSettings.checked(
+        script,
+        tuple(own[1:] if own[:1] == ["--"] else own),
+        replicas=replicas,
+        ranks=ranks_per_replica,
+        run_dir=run_dir,
+        job=job,
+        store=store,
+        token_file=token_file,
+        min_replicas=min_replicas,
+        max_restarts=max_restarts,
+        faults=tuple(fault or ()),
+    )
+    raise typer.Exit(launch(settings))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(keepstep.__version__)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except (ConfigError, StoreError) as error:
+        print(f"keepstep: {error}", file=sys.stderr)
+        sys.exit(EX_CONFIG)

@@ -1,0 +1,417 @@
+"""Runs a job on one machine: the store, R replicas of K ranks, and a new life for each replica that dies (FT-HSDP section 5.4).
+
+    start ──> running ──a rank exits──> the rest of that replica is killed, the store is told, a new life starts
+                 │
+                 ├── every replica done ──> 0
+                 ├── exit code 78 (the user's mistake) before anything was trained ──> 78
+                 └── no replica can go on ──> 1, with the reason
+
+Exit codes of a rank: 0 done; 78 do not restart, the configuration is wrong; 93 do not restart this replica; anything else:
+restart, with a pause when lives end without having trained anything, and an end to it when that repeats.
+
+One asyncio loop in the main thread, so that PR_SET_PDEATHSIG of everything we start means what it should. It decides nothing
+about training: the store is told which incarnations are dead and which are announced, and the quorum does the rest.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import keepstep
+from keepstep.launch.processes import Life
+from keepstep.launch.settings import LaunchSettings
+from keepstep.protocol.errors import StoreError
+from keepstep.protocol.ids import ReplicaId
+from keepstep.runtime.etcd import EtcdStore, JobRecord
+from keepstep.runtime.etcd_server import EmbeddedEtcd
+from keepstep.runtime.event_log import EventLog
+
+log = logging.getLogger("keepstep.launch")
+
+EX_CONFIG, EX_NO_RESTART = 78, 93
+PR_SET_CHILD_SUBREAPER = 36
+TERM_GRACE_S = 5.0
+STRAGGLE_S = 30.0  # ranks of a replica that has begun to end
+PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
+FRUITLESS_MAX = 5
+TELL_S = 20.0
+
+
+class Replica:
+    """One replica over its lives."""
+
+    def __init__(self, replica_id: int) -> None:
+        self.id = replica_id
+        self.life: Life | None = None
+        self.lives = 0
+        self.fruitless: list[str] = []  # the last words of lives in a row that trained nothing
+        self.outcome = ""  # "done" or why it was given up
+
+    @property
+    def over(self) -> bool:
+        return bool(self.outcome)
+
+
+class Launcher:
+    """One run. `run` returns the exit code and leaves nothing behind."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        self.settings = settings
+        self.replicas = [Replica(i) for i in range(settings.replicas)]
+        self._events = EventLog(settings.run_dir / "events" / "launcher.jsonl", {})
+        self._etcd: EmbeddedEtcd | None = None
+        self._store: EtcdStore | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._token_file = settings.run_dir / "token"
+        self._env: dict[str, str] = {}
+        self._tell: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._stopping = False
+        self._trained = False  # some replica has committed a step: from now on one replica's mistake is its own
+
+    async def run(self) -> int:
+        """Starts everything, waits for the end. Raises ConfigError or StoreError if it cannot start."""
+        loop = asyncio.get_running_loop()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal, number)
+        code = 1
+        try:
+            self._start_guard()
+            await self._start_store()
+            self._tasks.append(loop.create_task(self._tell_store()))
+            for replica in self.replicas:
+                self._start(replica)
+            code = await self._ended
+            return code
+        finally:
+            await self._clean_up()
+            self._events.emit("end", {"code": code})
+            self._events.close()
+
+    # --- starting ---------------------------------------------------------------------------------------------
+
+    def _start_guard(self) -> None:
+        self._guard = subprocess.Popen(
+            [sys.executable, "-S", str(Path(__file__).with_name("guard.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _guard_says(self, sign: str, pids: list[int]) -> None:
+        assert self._guard is not None
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard: we still clean up ourselves
+            self._guard.stdin.write("".join(f"{sign}{pid}\n" for pid in pids).encode())
+            self._guard.stdin.flush()
+
+    async def _start_store(self) -> None:
+        settings = self.settings
+        token = settings.token or secrets.token_hex(16).encode()
+        fd = os.open(self._token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(token)
+        url = settings.store
+        if url is None:
+            self._etcd = EmbeddedEtcd(settings.run_dir / "etcd", settings.run_dir / "logs" / "etcd.log")
+            url = self._etcd.start()
+            self._watch_etcd()
+        self._store = await EtcdStore.open(url, settings.job, token, lease_s=5.0)
+        await self._store.claim_launcher(
+            f"pid {os.getpid()} on {os.uname().nodename}, run directory {settings.run_dir}"
+        )
+        record = JobRecord(
+            version=keepstep.__version__,
+            num_replicas=settings.replicas,
+            ranks_per_replica=settings.ranks,
+            data_fingerprint="",
+            layout_digest="",
+            token_check=EtcdStore.token_check(settings.job, token),
+        )
+        await self._store.claim_job(record)
+        self._env = {
+            "OMP_NUM_THREADS": "1",
+            **{k: v for k, v in os.environ.items() if k not in ("KEEPSTEP_TOKEN", "MASTER_ADDR", "MASTER_PORT")},
+            "PYTHONUNBUFFERED": "1",
+            "NUM_REPLICAS": str(settings.replicas),
+            "KEEPSTEP_STORE": url,
+            "KEEPSTEP_JOB": settings.job,
+            "KEEPSTEP_TOKEN_FILE": str(self._token_file),
+            "KEEPSTEP_RUN_DIR": str(settings.run_dir),
+            "KEEPSTEP_FAULTS": "\n".join(settings.faults),
+            "KEEPSTEP_MIN_REPLICAS": str(settings.min_replicas),
+        }
+
+    def _watch_etcd(self) -> None:
+        assert self._etcd is not None
+        loop, pidfd = asyncio.get_running_loop(), os.pidfd_open(self._etcd.pid)
+
+        def ended() -> None:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            if self._stopping or self._etcd is None:
+                return
+            self._say(f"the embedded etcd ended with code {self._etcd.poll()}: starting it again")
+            self._events.emit("etcd", {"code": self._etcd.poll()})
+            try:
+                self._etcd.start()
+            except StoreError as error:
+                self._say(str(error))
+                self._end(1)
+            else:
+                self._watch_etcd()
+
+        loop.add_reader(pidfd, ended)
+
+    def _start(self, replica: Replica) -> None:
+        if self._stopping or replica.over:
+            return
+        replica.lives += 1
+        try:
+            life = Life(
+                replica_id=replica.id,
+                number=replica.lives,
+                ranks=self.settings.ranks,
+                command=[sys.executable, "-m", "keepstep.launch.child", str(self.settings.script), *self.settings.args],
+                env=self._env,
+                logs=self.settings.run_dir / "logs",
+                on_exit=lambda rank: self._on_exit(replica, life, rank),
+            )
+        except OSError as error:
+            self._give_up(replica, f"its processes cannot be started: {error}")
+            return
+        replica.life = life
+        self._guard_says("+", life.pids)
+        store = self._store
+        assert store is not None
+        self._tell.put_nowait(store.announce(ReplicaId(replica.id)))
+        self._events.emit(
+            "spawn",
+            {"replica": replica.id, "incarnation": life.incarnation, "life": life.number, "pids": life.pids},
+        )
+
+    # --- exits ------------------------------------------------------------------------------------------------
+
+    def _on_exit(self, replica: Replica, life: Life, rank: int) -> None:
+        code = life.processes[rank].code
+        self._events.emit(
+            "exit",
+            {"replica": replica.id, "rank": rank, "incarnation": life.incarnation, "code": code, "life": life.number},
+        )
+        if self._stopping or life is not replica.life:
+            return
+        if life.ended_at is None and code != 0:
+            life.ended_at = asyncio.get_running_loop().time()
+            self._say(
+                f"replica {replica.id} rank {rank} {_ended(code)}; the rest of the replica is ended, the others go on"
+            )
+            life.kill()
+            self._tell_dead(life)
+        if life.running:
+            if code == 0 and life.ended_at is None:
+                asyncio.get_running_loop().call_later(STRAGGLE_S, self._end_stragglers, replica, life)
+            return
+        self._guard_says("-", life.pids)
+        life.kill()  # what the ranks have started themselves
+        self._reap()
+        self._after_life(replica, life)
+
+    def _end_stragglers(self, replica: Replica, life: Life) -> None:
+        if replica.life is life and life.running and not self._stopping:
+            self._say(
+                f"replica {replica.id}: a rank has ended {STRAGGLE_S:.0f} s ago, the others have not: ending them"
+            )
+            life.kill()
+
+    def _after_life(self, replica: Replica, life: Life) -> None:
+        """Every rank has ended: done, again, or never again."""
+        codes = [code for code in life.codes if code not in (0, -signal.SIGKILL)] or [c for c in life.codes if c != 0]
+        code = codes[0] if codes else 0
+        if code == 0:
+            if self._has(life, b'"event": "final"', b'"event": "over"'):
+                replica.outcome = "done"
+                self._events.emit("replica_done", {"replica": replica.id})
+                self._check_end()
+            else:
+                self._config_error(
+                    replica, f"{self.settings.script.name} ended without training: does it use keepstep.join()?"
+                )
+            return
+        if code == EX_CONFIG:
+            self._config_error(replica, life.last_words().removeprefix("keepstep: "))
+            return
+        if code == EX_NO_RESTART:
+            self._give_up(replica, f"exit code {EX_NO_RESTART} asks for no restart")
+            return
+        self._restart(replica, life)
+
+    def _restart(self, replica: Replica, life: Life) -> None:
+        trained = self._has(life, b'"event": "commit"')
+        self._trained = self._trained or trained
+        replica.fruitless = [] if trained else [*replica.fruitless, life.last_words()]
+        same = len(replica.fruitless) >= (3 if self._trained else 2) and len(set(replica.fruitless[-2:])) == 1
+        if all(code in (0, -signal.SIGKILL) for code in life.codes):
+            same = False  # it was killed: what it said last is not why
+        if same or len(replica.fruitless) >= FRUITLESS_MAX:
+            times = len(replica.fruitless)
+            self._give_up(replica, f"{times} lives in a row ended before they had trained a step: {life.last_words()}")
+        elif replica.lives > self.settings.max_restarts:
+            self._give_up(replica, f"it has been restarted {self.settings.max_restarts} times (--max-restarts)")
+        else:
+            pause = PAUSES_S[min(len(replica.fruitless), len(PAUSES_S) - 1)]
+            self._events.emit("restart", {"replica": replica.id, "pause_s": pause})
+            asyncio.get_running_loop().call_later(pause, self._start, replica)
+
+    def _config_error(self, replica: Replica, sentence: str) -> None:
+        self._trained = self._trained or any(r.life and self._has(r.life, b'"event": "commit"') for r in self.replicas)
+        if self._trained and any(not r.over for r in self.replicas if r is not replica):
+            self._give_up(replica, sentence)
+        else:
+            self._events.emit("gave_up", {"replica": replica.id, "reason": sentence})
+            self._say(f"replica {replica.id}: {sentence}")
+            self._end(EX_CONFIG)
+
+    def _give_up(self, replica: Replica, reason: str) -> None:
+        replica.outcome = reason
+        self._events.emit("gave_up", {"replica": replica.id, "reason": reason})
+        self._say(f"replica {replica.id} is given up: {reason}")
+        assert self._store is not None
+        self._tell.put_nowait(self._store.unannounce(ReplicaId(replica.id)))
+        self._check_end()
+
+    def _check_end(self) -> None:
+        if all(replica.over for replica in self.replicas):
+            self._end(0 if any(replica.outcome == "done" for replica in self.replicas) else 1)
+
+    def _has(self, life: Life, *marks: bytes) -> bool:
+        """Whether the leader of this life has written one of these events."""
+        path = self.settings.run_dir / "events" / f"replica{life.replica_id}-rank0-{life.incarnation}.jsonl"
+        try:
+            text = path.read_bytes()
+        except OSError:
+            return False
+        return any(mark in text for mark in marks)
+
+    # --- the store --------------------------------------------------------------------------------------------
+
+    def _tell_dead(self, life: Life) -> None:
+        assert self._store is not None
+        self._tell.put_nowait(self._store.mark_dead([life.incarnation]))
+
+    async def _tell_store(self) -> None:
+        """In order, and without holding up anything else. Leases cover for what is lost."""
+        while True:
+            work = await self._tell.get()
+            try:
+                await asyncio.wait_for(work, TELL_S)
+            except (StoreError, TimeoutError) as error:
+                log.warning("the store could not be told: %s", error)
+
+    # --- ending -----------------------------------------------------------------------------------------------
+
+    def _end(self, code: int) -> None:
+        if not self._ended.done():
+            self._ended.set_result(code)
+
+    def _on_signal(self, number: int) -> None:
+        if self._stopping:
+            self._kill_all(signal.SIGKILL)
+            return
+        self._stopping = True
+        self._say(f"{signal.Signals(number).name}: ending every rank")
+        self._kill_all(signal.SIGTERM)
+        self._end(128 + number)
+
+    def _kill_all(self, how: signal.Signals) -> None:
+        for replica in self.replicas:
+            if replica.life is not None:
+                replica.life.kill(how)
+
+    async def _clean_up(self) -> None:
+        """Whatever happened: nothing of ours runs on."""
+        polite, self._stopping = self._stopping, True
+        lives = [r.life for r in self.replicas if r.life is not None]
+        if polite:
+            await self._until(lambda: not any(life.running for life in lives), TERM_GRACE_S)
+        self._kill_all(signal.SIGKILL)
+        await self._until(lambda: not any(life.running for life in lives), TERM_GRACE_S)
+        for life in lives:
+            for process in life.processes:
+                process.output.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while not self._tell.empty():
+            self._tell.get_nowait().close()
+        if self._store is not None:
+            await self._store.close()
+        if self._etcd is not None:
+            self._etcd.stop()
+        self._reap()
+        if self._guard is not None:
+            self._guard_says("-", [pid for life in lives for pid in life.pids])
+            assert self._guard.stdin is not None
+            self._guard.stdin.close()
+            self._guard.wait()
+        self._token_file.unlink(missing_ok=True)
+
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not condition() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110  (the kernel ends processes)
+            await asyncio.sleep(0.01)
+
+    def _reap(self) -> None:
+        """Ends and collects what has been orphaned onto us (we are its subreaper)."""
+        known = {pid for r in self.replicas if r.life is not None for pid in r.life.pids}
+        known |= {p.pid for p in (self._guard, self._etcd) if p is not None}
+        for pid in _children():
+            if pid in known:
+                continue
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _say(self, words: str) -> None:
+        with contextlib.suppress(OSError):  # nobody reads us any more
+            print(f"keepstep: {words}", file=sys.stderr, flush=True)
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+    return found
+
+
+def _ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"
+
+
+def launch(settings: LaunchSettings) -> int:
+    """Runs the job; returns the exit code."""
+
+    async def main() -> int:
+        return await Launcher(settings).run()
+
+    (settings.run_dir / "run.json").write_text(
+        json.dumps({"script": str(settings.script), "args": settings.args, "job": settings.job}) + "\n"
+    )
+    code = asyncio.run(main())
+    state = "the job is complete" if code == 0 else f"the job has failed (exit code {code})"
+    print(f"keepstep: {state}; logs are in {settings.run_dir / 'logs'}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,186 @@
+"""One life of one replica: K processes, their output, their end.
+
+Every rank is a session of its own, so that it and whatever it starts can be killed as one group. Exits are seen at once
+(pidfd). Output goes to the terminal with a prefix, and without it to a log file a rank. Runs on the launcher's loop.
+
+Fails: OSError if a process cannot be started.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from keepstep.protocol.ids import Incarnation
+
+MAX_LINE = 1 << 16
+LAST_LINES = 30
+
+
+class Output:
+    """Reads what a process says, line by line, without ever blocking."""
+
+    def __init__(self, fd: int, prefix: str, log_path: Path, banner: str) -> None:
+        self._fd, self._prefix, self._rest = fd, prefix, b""
+        self._log = log_path.open("ab")
+        self._log.write(banner.encode())
+        self._log.flush()
+        self.last: deque[str] = deque(maxlen=LAST_LINES)
+        os.set_blocking(fd, False)
+        asyncio.get_running_loop().add_reader(fd, self.read)
+
+    def read(self) -> None:
+        """Takes what is there now."""
+        while True:
+            try:
+                data = os.read(self._fd, MAX_LINE)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+                return
+            self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not stop training
+            self._log.write(data)
+            self._log.flush()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) >= MAX_LINE:
+            lines, self._rest = [*lines, self._rest], b""
+        self._show(lines)
+
+    def _show(self, lines: list[bytes]) -> None:
+        words = [line.decode(errors="replace").rstrip("\r") for line in lines]
+        self.last.extend(word for word in words if word.strip())
+        with contextlib.suppress(OSError):  # nobody reads us any more
+            sys.stdout.write("".join(f"{self._prefix} {word}\n" for word in words))
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """The process has closed its end, or we stop listening."""
+        if self._fd < 0:
+            return
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+        if self._rest:
+            self._show([self._rest])
+        self._log.close()
+
+
+class RankProcess:
+    """One rank."""
+
+    def __init__(
+        self, rank: int, process: "subprocess.Popen[bytes]", output: Output, on_exit: Callable[[int], None]
+    ) -> None:
+        self.rank, self.process, self.output, self._on_exit = rank, process, output, on_exit
+        self.code: int | None = None
+        self._pidfd = os.pidfd_open(process.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._ended)
+
+    def _ended(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.code = self.process.wait()  # it has ended: this only fetches the code
+        self.output.read()
+        self._on_exit(self.rank)
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """The rank's whole process group, even if the rank itself has ended."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+            os.killpg(self.process.pid, how)
+
+
+class Life:
+    """K processes with one incarnation."""
+
+    def __init__(
+        self,
+        *,
+        replica_id: int,
+        number: int,
+        ranks: int,
+        command: list[str],
+        env: Mapping[str, str],
+        logs: Path,
+        on_exit: Callable[[int], None],
+    ) -> None:
+        self.replica_id, self.number = replica_id, number
+        self.incarnation = Incarnation(secrets.token_hex(8))
+        self.started = asyncio.get_running_loop().time()
+        self.processes: list[RankProcess] = []
+        self.ended_at: float | None = None
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        host, port = listener.getsockname()
+        try:
+            for rank in range(ranks):
+                own = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "REPLICA_ID": str(replica_id),
+                    "KEEPSTEP_INCARNATION": self.incarnation,
+                    "KEEPSTEP_LIFE": str(number),
+                    "KEEPSTEP_LEADER": f"{host}:{port}",
+                    "KEEPSTEP_PARENT": str(os.getpid()),
+                }
+                if rank == 0:
+                    own["KEEPSTEP_LEADER_FD"] = str(listener.fileno())
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=(listener.fileno(),) if rank == 0 else (),
+                    env={**env, **own},
+                )
+                assert process.stdout is not None
+                banner = f"--- replica {replica_id} rank {rank}, life {number}, incarnation {self.incarnation} ---\n"
+                fd = os.dup(process.stdout.fileno())
+                process.stdout.close()
+                log = logs / f"replica{replica_id}-rank{rank}.log"
+                output = Output(fd, f"[r{replica_id}.k{rank}]", log, banner)
+                self.processes.append(RankProcess(rank, process, output, on_exit))
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            listener.close()
+
+    @property
+    def running(self) -> list[RankProcess]:
+        return [p for p in self.processes if p.code is None]
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [p.code for p in self.processes]
+
+    @property
+    def pids(self) -> list[int]:
+        return [p.process.pid for p in self.processes]
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        for process in self.processes:
+            process.kill(how)
+
+    def last_words(self) -> str:
+        """The last line that the rank which failed first has said."""
+        failed = [p for p in self.processes if p.code not in (0, None)] or self.processes
+        spoken = [p for p in failed if p.code != -signal.SIGKILL and p.output.last] or [
+            p for p in failed if p.output.last
+        ]
+        return spoken[0].output.last[-1] if spoken else ""

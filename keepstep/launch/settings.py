@@ -1,0 +1,110 @@
+"""What `keepstep run` was asked to do, checked before anything starts.
+
+Fails: ConfigError, one sentence that says what is wrong and what to do.
+"""
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.protocol.errors import ConfigError
+from keepstep.runtime.environment import read_token
+from keepstep.runtime.faults import Faults
+
+ENTRIES_OF_A_RUN = ("events", "logs", "faults.jsonl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSettings:
+    """One run on this machine."""
+
+    script: Path
+    args: tuple[str, ...]
+    replicas: int
+    ranks: int
+    run_dir: Path
+    job: str
+    store: str | None  # None: the embedded one
+    token: bytes | None  # None: a random one
+    min_replicas: int
+    max_restarts: int  # of one replica
+    faults: tuple[str, ...]
+
+    @staticmethod
+    def checked(
+        script: Path,
+        args: tuple[str, ...],
+        *,
+        replicas: int,
+        ranks: int,
+        run_dir: Path | None = None,
+        job: str | None = None,
+        store: str | None = None,
+        token_file: Path | None = None,
+        min_replicas: int = 1,
+        max_restarts: int = 20,
+        faults: tuple[str, ...] = (),
+    ) -> "LaunchSettings":
+        """Fills defaults in and checks everything that can be checked without starting a process."""
+        for name, value, least in (
+            ("--replicas", replicas, 1),
+            ("--ranks-per-replica", ranks, 1),
+            ("--min-replicas", min_replicas, 1),
+            ("--max-restarts", max_restarts, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        if min_replicas > replicas:
+            raise ConfigError(f"--min-replicas {min_replicas} can never be reached with --replicas {replicas}")
+        if not script.is_file():
+            raise ConfigError(f"there is no script {script}: name an existing Python file")
+        if store is not None:
+            from keepstep.runtime.etcd import parse_url
+
+            parse_url(store)
+        for fault in Faults.check("\n".join(faults)):
+            if fault.replica >= replicas or fault.rank >= ranks:
+                raise ConfigError(
+                    f"--fault names replica {fault.replica} rank {fault.rank}, which this run does not have"
+                )
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        run_dir = run_dir or Path("runs") / f"{script.stem}-{stamp}"
+        prepare(run_dir)
+        return LaunchSettings(
+            script=script,
+            args=args,
+            replicas=replicas,
+            ranks=ranks,
+            run_dir=run_dir.resolve(),
+            job=check_job(job) if job is not None else re.sub(r"[^\w.-]", "_", f"{script.stem}-{stamp}-{os.getpid()}"),
+            store=store,
+            token=_token(token_file),
+            min_replicas=min_replicas,
+            max_restarts=max_restarts,
+            faults=faults,
+        )
+
+
+def check_job(job: str) -> str:
+    if not re.fullmatch(r"[\w.-]{1,80}", job):
+        raise ConfigError(f"--job must be one word of letters, digits, dots, dashes and underscores, got {job!r}")
+    return job
+
+
+def prepare(run_dir: Path) -> None:
+    """Makes the run directory. Never mixes two runs."""
+    if run_dir.is_dir() and any((run_dir / name).exists() for name in ENTRIES_OF_A_RUN):
+        raise ConfigError(f"--run-dir {run_dir} holds another run already: choose a new directory")
+    try:
+        (run_dir / "events").mkdir(parents=True)
+        (run_dir / "logs").mkdir()
+    except OSError as error:
+        raise ConfigError(f"--run-dir {run_dir} cannot be written to ({error.strerror}): choose another one") from None
+
+
+def _token(path: Path | None) -> bytes | None:
+    if path is not None:
+        return read_token({"KEEPSTEP_TOKEN_FILE": str(path)})
+    return os.environ["KEEPSTEP_TOKEN"].encode() if os.environ.get("KEEPSTEP_TOKEN") else None

@@ -1,0 +1,78 @@
+"""A job small enough for the fault matrix: a two-layer perceptron on made-up data, sharded when K > 1."""
+
+import argparse
+import time
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+import keepstep
+
+
+def build(seed: int, width: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, width), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(width, 8)
+    )
+
+
+def dataset(length: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(torch.randn(length, 16, generator=generator), torch.randn(length, 8, generator=generator))
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--length", type=int, default=1 << 16)
+    parser.add_argument("--unit-size", type=int, default=4)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--max-grad-norm", type=float, default=None)
+    parser.add_argument("--data-policy", default="pool")
+    parser.add_argument("--bucket-bytes", type=int, default=2048)
+    parser.add_argument("--step-seconds", type=float, default=0.02, help="how long the forward pass pretends to take")
+    parser.add_argument("--plain", action="store_true", help="do not shard")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--raise-at", type=int, default=None)
+    parser.add_argument("--leave-at", type=int, default=None)
+    return parser
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    with keepstep.join() as job:
+        torch.set_num_threads(1)
+        model = build(args.seed, args.width)
+        if not args.plain:
+            fully_shard(model, mesh=job.mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        training = keepstep.Training(
+            job,
+            model,
+            optimizer,
+            data=dataset(args.length),
+            unit_size=args.unit_size,
+            epochs=args.epochs,
+            max_steps=args.steps,
+            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9),
+            max_grad_norm=args.max_grad_norm,
+            accumulate=args.accumulate,
+            bucket_bytes=args.bucket_bytes,
+            data_policy=args.data_policy,
+        )
+        for step in training:
+            if step.number == args.raise_at:
+                raise RuntimeError("the script is wrong here")
+            if step.number == args.leave_at:
+                break
+            for x, y in step.micro_batches:
+                time.sleep(args.step_seconds / args.accumulate)
+                step.backward(torch.nn.functional.mse_loss(model(x), y))
+            step.commit()
+
+
+if __name__ == "__main__":
+    main()

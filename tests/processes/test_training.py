@@ -1,0 +1,46 @@
+"""The main path on real processes: train, lose a replica, go on, catch up, and prove that nothing was lost."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import Result, run
+
+sys.path.insert(0, str(Path(__file__).parent / "scripts"))
+
+
+def check(result: Result, replicas: int, *, units: int | None = None) -> None:
+    """Equal bits everywhere, every unit once."""
+    assert result.code == 0, result.output[-6000:]
+    assert len(result.digests) == replicas, result.output[-6000:]
+    assert len(set(result.digests.values())) == 1, result.digests
+    trained = result.units()
+    assert trained, "no step was committed"
+    assert len(trained) == len(set(trained)), "a unit was trained twice"
+    if units is not None:
+        assert sorted(trained) == list(range(units))
+    (final,) = {(e["units_committed"], e["step"]) for e in result.of("final")}
+    assert final == (len(trained), len(result.committed()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_undisturbed_job_trains_every_unit_once(tmp_path: Path, ranks: int) -> None:
+    result = run(
+        tmp_path, "--replicas", "2", "--ranks-per-replica", str(ranks),
+        args=("--length", "162", "--unit-size", "4", "--max-grad-norm", "1.0"),
+    )  # fmt: skip
+    check(result, 2, units=41)
+
+
+def test_a_killed_rank_costs_nothing(tmp_path: Path) -> None:
+    """kill -9 in the middle of an exchange: the others go on, the replica comes back, and the bits are the same."""
+    result = run(
+        tmp_path, "--replicas", "3", "--ranks-per-replica", "1",
+        "--fault", "kill replica=1 rank=0 step=10 phase=in_exchange",
+        args=("--steps", "400", "--step-seconds", "0.05"),
+    )  # fmt: skip
+    check(result, 3)
+    assert len(result.shots()) == 1
+    members = [len(d["members"]) for d in result.committed()]
+    assert 2 in members, "the others went on without it"
+    assert [m["role"] for m in result.committed()[-1]["members"]] == ["worker"] * 3, "it came back"
