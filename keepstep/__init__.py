@@ -12,8 +12,7 @@ Importing this package is cheap: torch is imported when `join` or `Training` is 
 from typing import TYPE_CHECKING, Any
 
 from keepstep.protocol.errors import ConfigError, KeepstepError
-
-__version__ = "0.1.0"
+from keepstep.version import __version__
 
 if TYPE_CHECKING:
     from keepstep.training.join import Job, join

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-import keepstep
 from keepstep.demo import demo
 from keepstep.protocol.errors import ConfigError, StoreError
+from keepstep.version import __version__
 
 EX_CONFIG = 78
 
@@ -66,7 +66,7 @@ def run(
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(keepstep.__version__)
+    typer.echo(__version__)
 
 
 def main() -> None:

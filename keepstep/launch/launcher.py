@@ -27,7 +27,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import keepstep
 from keepstep.launch.processes import Life
 from keepstep.launch.settings import LaunchSettings
 from keepstep.protocol.errors import StoreError
@@ -35,6 +34,7 @@ from keepstep.protocol.ids import ReplicaId
 from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.etcd_server import EmbeddedEtcd
 from keepstep.runtime.event_log import EventLog
+from keepstep.version import __version__
 
 log = logging.getLogger("keepstep.launch")
 
@@ -133,7 +133,7 @@ class Launcher:
             f"pid {os.getpid()} on {os.uname().nodename}, run directory {settings.run_dir}"
         )
         record = JobRecord(
-            version=keepstep.__version__,
+            version=__version__,
             num_replicas=settings.replicas,
             ranks_per_replica=settings.ranks,
             data_fingerprint="",

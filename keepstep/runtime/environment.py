@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import keepstep
 from keepstep.protocol.errors import ConfigError
 from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
+from keepstep.version import __version__
 
 Address = tuple[str, int]
 
@@ -82,7 +82,7 @@ class Environment:
             straggler_s=read.number("KEEPSTEP_STRAGGLER_S", 60.0),
             start_wait_s=read.number("KEEPSTEP_START_WAIT_S", 60.0),
             fetch_throttle=throttle or None,
-            version=keepstep.__version__,
+            version=__version__,
         )
 
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from torch.utils.data import default_collate
 
-import keepstep
 from keepstep.protocol.errors import ConfigError
 from keepstep.protocol.ids import UnitId
 from keepstep.protocol.messages import LedgerState
 from keepstep.protocol.permutation import unit_samples
+from keepstep.version import __version__
 
 
 class MapDataset(Protocol):
@@ -81,7 +81,7 @@ class Units:
             "shuffle": self.shuffle,
             "epochs": self.epochs,
             "name": name,
-            "version": keepstep.__version__,
+            "version": __version__,
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
