@@ -104,9 +104,7 @@ class _Lease:
         self._exclusive: set[bytes] = set()  # never written over another process's value
         self._id: int | None = None
         self._task: asyncio.Task[None] | None = None
-        self._lock = (
-            asyncio.Lock()
-        )  # one at a time: an old value must not overtake a new one, nor a second lease the first
+        self._lock = asyncio.Lock()  # an old value must not overtake a new one, nor a second lease the first
 
     async def put(self, key: bytes, value: bytes) -> None:
         self._wanted[key] = value
@@ -121,6 +119,7 @@ class _Lease:
 
     async def drop(self, key: bytes) -> None:
         self._wanted[key] = None
+        self._written.pop(key, None)
         await self._store.call(self._flush())
 
     async def revoke(self) -> None:
@@ -129,10 +128,11 @@ class _Lease:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         self._wanted.clear()
-        lease = self._id
-        self._lost()
-        if lease is not None:
-            await self._store.call(self._store.client.revoke_lease(lease))
+        async with self._lock:
+            lease = self._id
+            self._lost()
+            if lease is not None:
+                await self._store.call(self._store.client.revoke_lease(lease))
 
     async def _flush(self) -> dict[bytes, bytes]:
         """Writes what is not written yet. Returns the exclusive keys that another process holds, with its values."""
@@ -234,13 +234,13 @@ class EtcdStore:
         client = aetcd.Client(host=f"[{host}]" if ":" in host else host, port=port, options=CHANNEL)
         store = EtcdStore(client, job, token, lease_s)
         try:
-            await store._reach(timeout)
+            await store._reach(f"{host}:{port}", timeout)
         except BaseException:
             await store.close()
             raise
         return store
 
-    async def _reach(self, timeout: float) -> None:
+    async def _reach(self, address: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -249,8 +249,7 @@ class EtcdStore:
             except StoreError as error:
                 if time.monotonic() > deadline:
                     raise StoreError(
-                        f"no etcd answers at {self.client._host}:{self.client._port} ({error}): start it, or leave --store out "
-                        "to use the embedded one"
+                        f"no etcd answers at {address} ({error}): start it, or leave --store out to use the embedded one"
                     ) from None
                 await asyncio.sleep(BACK_OFF_S)
 
@@ -420,7 +419,7 @@ class EtcdStore:
                     await self._stream(revision, tell)
                 except (StoreError, aetcd.ClientError, rpc.RpcError, rpc.BaseError) as error:
                     log.debug("the watch ended: %s", error)
-                except Exception:  # noqa: BLE001  (top of a task: whatever ended the watch, it must begin again)
+                except Exception:  # top of a task, logged: whatever ended the watch, it must begin again
                     log.exception("the watch ended")
                 if self._reading.connected:
                     self._reading.connected = False

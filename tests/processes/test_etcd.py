@@ -1,21 +1,27 @@
 """The store on a real etcd: compare-and-swap, leases of the living and the dead, watches that outlive the server."""
 
 import asyncio
+import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import aetcd
+import psutil
 import pytest
 
 from keepstep.protocol.errors import ConfigError, JobMismatch, StoreError
 from keepstep.protocol.ids import FIRST_UNIT, Incarnation, QuorumId, ReplicaId, Seq, Step
 from keepstep.protocol.messages import Decision, Endpoint, Kind, LedgerState, Report
-from keepstep.runtime.etcd import EtcdStore, JobRecord, StoreView
+from keepstep.runtime import etcd as etcd_module
+from keepstep.runtime import etcd_server
+from keepstep.runtime.etcd import EtcdStore, JobRecord, StoreView, parse_url
 from keepstep.runtime.etcd_server import EmbeddedEtcd
 
 RECORD = JobRecord(
@@ -159,27 +165,173 @@ def test_the_lease_of_a_dead_or_frozen_process_runs_out(
         process.stdout.close()
 
 
-def test_the_watch_outlives_the_server(tmp_path: Path) -> None:
-    etcd = EmbeddedEtcd(tmp_path / "data", tmp_path / "log")
-    url = etcd.start()
+async def outlives(
+    store: EtcdStore, url: str, end: Callable[[], None], again: Callable[[], str | None], *, kept: bool = True
+) -> None:
+    """The watch of `store` survives `end` and `again`; `kept`: so do the values."""
+    watcher = Watcher()
+    await store.watch(watcher)
+    await store.put_report(report())
+    before = await watcher.until(lambda v: bool(v.reports))
+    await asyncio.to_thread(end)
+    view = await watcher.until(lambda v: not v.connected)
+    assert view.reports == before.reports, "the last view stays"
+    assert await asyncio.to_thread(again) in (url, None)
+    view = await watcher.until(lambda v: v.connected and bool(v.reports))
+    assert view.reports[ReplicaId(0)][0] == report()
+    assert (view.reports == before.reports) is kept, "an unchanged report keeps its age, one that came back does not"
+    await store.put_report(report(answers=1))
+    await watcher.until(lambda v: v.connected and v.reports[ReplicaId(0)][0].answers == 1)
+
+
+@pytest.mark.parametrize("how", ["killed", "terminated", "emptied"])
+def test_the_watch_outlives_the_server(tmp_path: Path, how: str) -> None:
+    server = EmbeddedEtcd(tmp_path / "data", tmp_path / "log")
+    url = server.start()
+
+    def end() -> None:
+        if how == "killed":
+            os.kill(server.pid, signal.SIGKILL)
+        else:
+            server.stop()
+        if how == "emptied":  # the revisions begin anew, and the lease is unknown
+            (tmp_path / "data").rename(tmp_path / "old")
+
+    kept = how != "emptied"
     try:
-
-        async def body(store: EtcdStore) -> None:
-            watcher = Watcher()
-            await store.watch(watcher)
-            await store.put_report(report())
-            await watcher.until(lambda v: bool(v.reports))
-            os.kill(etcd.pid, signal.SIGKILL)
-            view = await watcher.until(lambda v: not v.connected)
-            assert view.reports, "the last view stays"
-            assert await asyncio.to_thread(etcd.start) == url
-            await watcher.until(lambda v: v.connected)
-            await store.put_report(report(answers=1))
-            await watcher.until(lambda v: v.reports[ReplicaId(0)][0].answers == 1)
-
-        with_stores(url, "j", body)
+        with_stores(
+            url, "j", lambda store: outlives(store, url, end, server.start, kept=kept), lease_s=30.0 if kept else 1.0
+        )
     finally:
-        etcd.stop()
+        server.stop()
+
+
+def test_the_watch_notices_a_frozen_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_module, "QUIET_S", 0.3)
+    monkeypatch.setattr(etcd_module, "ANSWER_S", 0.5)
+    server = EmbeddedEtcd(tmp_path / "data", tmp_path / "log")
+    url = server.start()
+    try:
+        freeze = lambda: os.kill(server.pid, signal.SIGSTOP)  # noqa: E731
+        thaw = lambda: os.kill(server.pid, signal.SIGCONT)  # noqa: E731
+        with_stores(url, "j", lambda store: outlives(store, url, freeze, thaw), lease_s=30.0)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+        server.stop()
+
+
+def test_a_quiet_watch_is_not_lost(server: tuple[EmbeddedEtcd, str], job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_module, "QUIET_S", 0.1)
+
+    async def body(store: EtcdStore) -> None:
+        watcher = Watcher()
+        await store.watch(watcher)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await watcher.until(lambda v: not v.connected)
+        assert len(watcher.views) == 1
+
+    with_stores(server[1], job, body)
+
+
+def test_events_that_come_together_are_one_change(server: tuple[EmbeddedEtcd, str], job: str) -> None:
+    async def body(a: EtcdStore, b: EtcdStore) -> None:
+        watcher = Watcher()
+        await a.watch(watcher)
+        await asyncio.gather(*(b.announce(ReplicaId(n)) for n in range(20)))
+        await watcher.until(lambda v: len(v.announced) == 20)
+        before = len(watcher.views)
+        await b.withdraw()  # one revision deletes all
+        await watcher.until(lambda v: not v.announced)
+        assert len(watcher.views) == before + 1
+
+    with_stores(server[1], job, body, 2)
+
+
+def test_no_event_takes_a_full_reading_back() -> None:
+    def pair(value: bytes, revision: int) -> object:
+        return aetcd.rpc.KeyValue(key=b"j/reports/0", value=value, mod_revision=revision)
+
+    def event(value: bytes, revision: int) -> object:
+        return aetcd.rpc.Event(type=aetcd.rpc.Event.PUT, kv=pair(value, revision))
+
+    new, old = etcd_module.encode(report(answers=2)), etcd_module.encode(report(answers=1))
+    reading = etcd_module._Reading(b"j/")
+    reading.replace_all([pair(new, 12)], 12)
+    reading.change(event(old, 11))
+    assert reading.view().reports[ReplicaId(0)][0].answers == 2
+    reading.change(event(old, 13))
+    assert reading.view().reports[ReplicaId(0)][0].answers == 1
+
+
+# --- leases ------------------------------------------------------------------------------------------------------
+
+
+async def stays(watcher: Watcher, condition: Callable[[StoreView], bool], seconds: float = 2.5) -> None:
+    await watcher.until(condition)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await watcher.until(lambda v: not condition(v))
+
+
+def test_first_writes_at_the_same_time_share_a_lease(server: tuple[EmbeddedEtcd, str], job: str) -> None:
+    async def body(store: EtcdStore) -> None:
+        watcher = Watcher()
+        await store.watch(watcher)
+        await asyncio.gather(
+            store.put_report(report()), store.announce(ReplicaId(1)), store.announce(ReplicaId(2)),
+            store.claim_launcher("pid 1"),
+        )  # fmt: skip
+        await stays(watcher, lambda v: v.announced == {1, 2} and bool(v.reports))
+
+    with_stores(server[1], job, body, lease_s=1.0)
+
+
+def test_a_report_after_a_withdrawal_stays(server: tuple[EmbeddedEtcd, str], job: str) -> None:
+    async def body(store: EtcdStore) -> None:
+        await store.put_report(report())
+        await store.withdraw()
+        assert not (await store.read()).reports
+        watcher = Watcher()
+        await store.watch(watcher)
+        await store.put_report(report())
+        await stays(watcher, lambda v: bool(v.reports))
+
+    with_stores(server[1], job, body, lease_s=1.0)
+
+
+def test_a_lost_lease_is_replaced_and_the_newest_values_written(server: tuple[EmbeddedEtcd, str], job: str) -> None:
+    async def body(store: EtcdStore) -> None:
+        watcher = Watcher()
+        await store.watch(watcher)
+        await store.put_report(report(answers=1))
+        await store.announce(ReplicaId(3))
+        await store.announce(ReplicaId(4))
+        await store.unannounce(ReplicaId(4))
+        await watcher.until(lambda v: v.announced == {3} and bool(v.reports))
+        await store.client.revoke_lease(store._lease._id)
+        await watcher.until(lambda v: not v.reports and not v.announced)
+        await store.put_report(report(answers=2))  # at once, before the keepalive noticed
+        view = await watcher.until(lambda v: v.announced == {3} and bool(v.reports))
+        assert view.reports[ReplicaId(0)][0].answers == 2
+        await store.client.revoke_lease(store._lease._id)
+        await watcher.until(lambda v: not v.reports and not v.announced)
+        view = await watcher.until(lambda v: v.announced == {3} and bool(v.reports))  # the keepalive did it
+        assert view.reports[ReplicaId(0)][0].answers == 2
+
+    with_stores(server[1], job, body, lease_s=1.0)
+
+
+def test_a_launcher_that_was_away_takes_nothing_back(server: tuple[EmbeddedEtcd, str], job: str) -> None:
+    async def body(a: EtcdStore, b: EtcdStore) -> None:
+        await a.claim_launcher("pid 1")
+        await a.client.revoke_lease(a._lease._id)
+        await b.claim_launcher("pid 2")
+        await a.announce(ReplicaId(1))  # under a new lease
+        got = await a.client.get(f"keepstep/{job}/launcher".encode())
+        assert got.value == b"pid 2"
+
+    with_stores(server[1], job, body, 2)
 
 
 @pytest.mark.parametrize(
@@ -226,16 +378,97 @@ def test_endpoints(server: tuple[EmbeddedEtcd, str], job: str) -> None:
     with_stores(server[1], job, body)
 
 
-def test_malformed_values_are_ignored(server: tuple[EmbeddedEtcd, str], job: str) -> None:
+def test_endpoints_that_were_watched_need_no_store(tmp_path: Path) -> None:
+    server = EmbeddedEtcd(tmp_path / "data", tmp_path / "log")
+    url = server.start()
+
     async def body(store: EtcdStore) -> None:
-        client = store.client
-        assert isinstance(client, aetcd.Client)
-        root = f"keepstep/{job}/".encode()
-        for key in (b"decision", b"reports/0", b"reports/x", b"announced/x", b"what"):
-            await client.put(root + key, b"\xff not json")
-        view = await store.read()
-        assert (view.last, view.reports, view.announced) == (None, {}, frozenset())
-        assert view.revision > 0
+        mine = (Endpoint(host="127.0.0.1", ftar_port=1, state_port=2),)
+        await store.put_endpoints(ReplicaId(0), Incarnation("a"), mine)
+        watcher = Watcher()
+        await store.watch(watcher)
+        server.stop()
+        assert await store.get_endpoints(ReplicaId(0), Incarnation("a")) == mine
+        with pytest.raises(StoreError):
+            await store.get_endpoints(ReplicaId(1), Incarnation("a"))
+
+    try:
+        with_stores(url, "j", body)
+    finally:
+        server.stop()
+
+
+def test_malformed_values_are_ignored(
+    server: tuple[EmbeddedEtcd, str], job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(store: EtcdStore) -> None:
+        root = f"keepstep/{job}/"
+        for key in (
+            "decision",
+            "reports/0",
+            "reports/x",
+            "announced/x",
+            "announced/\u00b2",
+            "what",
+            "announced/" + "1" * 5000,
+        ):
+            await store.client.put((root + key).encode(), b"\xff not json")
+        await store.client.put(f"{root}reports/7".encode(), etcd_module.encode(report()))  # of another replica
+        await store.client.put(f"{root}reports/8".encode(), json.dumps({"replica_id": 8}).encode())
+        for _ in range(2):
+            view = await store.read()
+            assert (view.last, view.reports, view.announced) == (None, {}, frozenset())
+            assert view.revision > 0
+        assert len([r for r in caplog.records if "ignored the value" in r.message]) == 5, "each once"
+        for key in ("job", "endpoints/0/a"):
+            await store.client.put((root + key).encode(), b"{")
+        for call in (store.claim_job(RECORD), store.check_token(), store.get_endpoints(ReplicaId(0), Incarnation("a"))):
+            with pytest.raises(StoreError, match="cannot be used"):
+                await call
+
+    with caplog.at_level(logging.WARNING, "keepstep"):
+        with_stores(server[1], job, body)
+
+
+def test_a_malformed_value_does_not_undo_the_good_one(server: tuple[EmbeddedEtcd, str], job: str) -> None:
+    async def body(store: EtcdStore) -> None:
+        watcher = Watcher()
+        await store.watch(watcher)
+        await store.publish(decision(1), 0)
+        await store.put_report(report())
+        first = await watcher.until(lambda v: v.last is not None and bool(v.reports))
+        for key in ("decision", "reports/0"):
+            await store.client.put(f"keepstep/{job}/{key}".encode(), b"junk")
+        await store.announce(ReplicaId(1))
+        view = await watcher.until(lambda v: bool(v.announced))
+        assert (view.last, view.reports) == (first.last, first.reports)
+        assert await store.publish(decision(2), view.revision), "and the key heals"
+
+    with_stores(server[1], job, body)
+
+
+def test_a_wrong_token(server: tuple[EmbeddedEtcd, str], job: str) -> None:
+    async def body(store: EtcdStore) -> None:
+        await store.check_token()  # no job yet
+        await store.claim_job(replace(RECORD, token_check=EtcdStore.token_check(job, b"token")))
+        await store.check_token()
+        stranger = await EtcdStore.open(server[1], job, b"another")
+        try:
+            with pytest.raises(JobMismatch, match="job token differs"):
+                await stranger.check_token()
+        finally:
+            await stranger.close()
+
+    assert len(EtcdStore.token_check(job, b"token")) == 32
+    assert EtcdStore.token_check(job, b"token") != EtcdStore.token_check("other", b"token")
+    with_stores(server[1], job, body)
+
+
+def test_a_closed_store_says_so(server: tuple[EmbeddedEtcd, str], job: str) -> None:
+    async def body(store: EtcdStore) -> None:
+        await store.close()
+        with pytest.raises(StoreError, match="closed"):
+            await store.read()
 
     with_stores(server[1], job, body)
 
@@ -255,3 +488,59 @@ def test_an_etcd_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("not a directory")
     with pytest.raises(StoreError, match="did not start"):
         EmbeddedEtcd(tmp_path / "data", tmp_path / "log").start()
+
+
+def test_addresses() -> None:
+    assert parse_url("etcd://10.0.0.1:2379/") == ("10.0.0.1", 2379)
+    assert parse_url("etcd://[::1]:2379") == ("::1", 2379)
+
+
+# --- the embedded server -----------------------------------------------------------------------------------------
+
+
+def test_a_port_that_another_etcd_took_is_left_to_it(
+    server: tuple[EmbeddedEtcd, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, taken = etcd_server._free_ports, int(server[1].rpartition(":")[2])
+    offers = iter([(taken, free()[1])])
+    monkeypatch.setattr(etcd_server, "_free_ports", lambda: next(offers, None) or free())
+    mine = EmbeddedEtcd(tmp_path / "data", tmp_path / "log")
+    try:
+        assert mine.start() != server[1]
+        assert mine.poll() is None
+    finally:
+        mine.stop()
+
+
+def test_an_etcd_outlives_the_thread_that_started_it_and_starts_again(tmp_path: Path) -> None:
+    mine = EmbeddedEtcd(tmp_path / "data", tmp_path / "log")
+    try:
+        thread = threading.Thread(target=mine.start)
+        thread.start()
+        thread.join()
+        with pytest.raises(psutil.TimeoutExpired):
+            psutil.Process(mine.pid).wait(0.5)
+        mine.stop()
+        assert mine.poll() is not None
+        next_one = EmbeddedEtcd(tmp_path / "data", tmp_path / "log")  # other ports, same data
+        next_one.start()
+        next_one.stop()
+    finally:
+        mine.stop()
+
+
+def test_etcd_dies_with_the_launcher(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from keepstep.runtime.etcd_server import EmbeddedEtcd\n"
+        f"etcd = EmbeddedEtcd(Path({str(tmp_path)!r}, 'data'), Path({str(tmp_path)!r}, 'log')); etcd.start()\n"
+        "print(etcd.pid, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        try:
+            assert launcher.stdout is not None
+            etcd = psutil.Process(int(launcher.stdout.readline()))
+            assert os.getsid(etcd.pid) == etcd.pid, "a terminal's ^C does not reach it"
+        finally:
+            launcher.kill()
+    psutil.wait_procs([etcd], timeout=10)
+    assert not etcd.is_running() or etcd.status() == psutil.STATUS_ZOMBIE  # a container may have nobody who reaps
