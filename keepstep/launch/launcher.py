@@ -23,12 +23,13 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keepstep.launch.processes import Life
+from keepstep.launch.processes import Life, start_cold
 from keepstep.launch.settings import LaunchSettings
+from keepstep.launch.zygote import Zygote, ZygoteError
 from keepstep.protocol.errors import StoreError
 from keepstep.protocol.ids import ReplicaId
 from keepstep.runtime.etcd import EtcdStore, JobRecord
@@ -72,6 +73,7 @@ class Launcher:
         self._etcd: EmbeddedEtcd | None = None
         self._store: EtcdStore | None = None
         self._guard: subprocess.Popen[bytes] | None = None
+        self._zygote: Zygote | None = None
         self._token_file = settings.run_dir / "token"
         self._env: dict[str, str] = {}
         self._tell: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
@@ -90,6 +92,7 @@ class Launcher:
         try:
             self._start_guard()
             await self._start_store()
+            self._zygote = Zygote(self._env)
             self._tasks.append(loop.create_task(self._tell_store()))
             for replica in self.replicas:
                 self._start(replica)
@@ -184,7 +187,8 @@ class Launcher:
                 replica_id=replica.id,
                 number=replica.lives,
                 ranks=self.settings.ranks,
-                command=[sys.executable, "-m", "keepstep.launch.child", str(self.settings.script), *self.settings.args],
+                args=[str(self.settings.script.resolve()), *self.settings.args],
+                start=self._start_process,
                 env=self._env,
                 logs=self.settings.run_dir / "logs",
                 on_exit=lambda rank: self._on_exit(replica, life, rank),
@@ -201,6 +205,17 @@ class Launcher:
             "spawn",
             {"replica": replica.id, "incarnation": life.incarnation, "life": life.number, "pids": life.pids},
         )
+
+    def _start_process(self, args: Sequence[str], env: Mapping[str, str], output: int, listener: int | None) -> int:
+        """Warm if possible."""
+        if self._zygote is not None:
+            try:
+                return self._zygote.start(args, env, output, listener)
+            except ZygoteError as error:
+                self._say(f"ranks are started cold from now on, the process that forks them is gone: {error}")
+                self._zygote.close()
+                self._zygote = None
+        return start_cold(args, env, output, listener)
 
     # --- exits ------------------------------------------------------------------------------------------------
 
@@ -359,6 +374,9 @@ class Launcher:
             await self._store.close()
         if self._etcd is not None:
             self._etcd.stop()
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
         self._reap()
         if self._guard is not None:
             self._guard_says("-", [pid for life in lives for pid in life.pids])
@@ -375,7 +393,7 @@ class Launcher:
     def _reap(self) -> None:
         """Ends and collects what has been orphaned onto us (we are its subreaper)."""
         known = {pid for r in self.replicas if r.life is not None for pid in r.life.pids}
-        known |= {p.pid for p in (self._guard, self._etcd) if p is not None}
+        known |= {p.pid for p in (self._guard, self._etcd, self._zygote) if p is not None}
         for pid in _children():
             if pid in known:
                 continue

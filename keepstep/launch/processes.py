@@ -15,13 +15,33 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from keepstep.protocol.ids import Incarnation
 
 MAX_LINE = 1 << 16
 LAST_LINES = 30
+
+
+Start = Callable[[Sequence[str], Mapping[str, str], int, int | None], int]
+"""(script and arguments, environment, where its output goes, the leader's listening socket or None) -> pid of our new child."""
+
+
+def start_cold(args: Sequence[str], env: Mapping[str, str], output: int, listener: int | None) -> int:
+    """A new interpreter. See `launch.zygote` for the quick way."""
+    inherited = {} if listener is None else {"KEEPSTEP_LEADER_FD": str(listener)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keepstep.launch.child", *args],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pass_fds=() if listener is None else (listener,),
+        env={**env, **inherited},
+    )
+    process.returncode = 0  # not Popen's to wait for: RankProcess does
+    return process.pid
 
 
 class Output:
@@ -81,26 +101,24 @@ class Output:
 class RankProcess:
     """One rank."""
 
-    def __init__(
-        self, rank: int, process: "subprocess.Popen[bytes]", output: Output, on_exit: Callable[[int], None]
-    ) -> None:
-        self.rank, self.process, self.output, self._on_exit = rank, process, output, on_exit
+    def __init__(self, rank: int, pid: int, output: Output, on_exit: Callable[[int], None]) -> None:
+        self.rank, self.pid, self.output, self._on_exit = rank, pid, output, on_exit
         self.code: int | None = None
-        self._pidfd = os.pidfd_open(process.pid)
+        self._pidfd = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._ended)
 
     def _ended(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._pidfd)
+        asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self.code = self.process.wait()  # it has ended: this only fetches the code
+        _, status = os.waitpid(self.pid, 0)  # it has ended: this only fetches the code
+        self.code = os.waitstatus_to_exitcode(status)
         self.output.read()
         self._on_exit(self.rank)
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         """The rank's whole process group, even if the rank itself has ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
-            os.killpg(self.process.pid, how)
+            os.killpg(self.pid, how)
 
 
 class Life:
@@ -112,7 +130,8 @@ class Life:
         replica_id: int,
         number: int,
         ranks: int,
-        command: list[str],
+        args: Sequence[str],
+        start: Start,
         env: Mapping[str, str],
         logs: Path,
         on_exit: Callable[[int], None],
@@ -137,24 +156,18 @@ class Life:
                     "KEEPSTEP_LEADER": f"{host}:{port}",
                     "KEEPSTEP_PARENT": str(os.getpid()),
                 }
-                if rank == 0:
-                    own["KEEPSTEP_LEADER_FD"] = str(listener.fileno())
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=(listener.fileno(),) if rank == 0 else (),
-                    env={**env, **own},
-                )
-                assert process.stdout is not None
+                reader, writer = os.pipe()
+                try:
+                    pid = start([*args], {**env, **own}, writer, listener.fileno() if rank == 0 else None)
+                except BaseException:
+                    os.close(reader)
+                    raise
+                finally:
+                    os.close(writer)
                 banner = f"--- replica {replica_id} rank {rank}, life {number}, incarnation {self.incarnation} ---\n"
-                fd = os.dup(process.stdout.fileno())
-                process.stdout.close()
                 log = logs / f"replica{replica_id}-rank{rank}.log"
-                output = Output(fd, f"[r{replica_id}.k{rank}]", log, banner)
-                self.processes.append(RankProcess(rank, process, output, on_exit))
+                output = Output(reader, f"[r{replica_id}.k{rank}]", log, banner)
+                self.processes.append(RankProcess(rank, pid, output, on_exit))
         except BaseException:
             self.kill()
             raise
@@ -171,7 +184,7 @@ class Life:
 
     @property
     def pids(self) -> list[int]:
-        return [p.process.pid for p in self.processes]
+        return [p.pid for p in self.processes]
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         for process in self.processes:
