@@ -39,7 +39,10 @@ class ExchangeBuffer(Protocol):
 
 
 class StateSource(Protocol):
-    """Serves this rank's part of named states as one flat byte space. Called from the state server's thread."""
+    """Serves this rank's part of named states as one flat byte space. Called from the state server's threads.
+
+    Both calls may block for a few seconds while the state is just being reached, and raise TimeoutError: ask again.
+    """
 
     def manifest(self, state: StateName) -> bytes | None:
         """JSON that describes the byte space (at least `{"total": nbytes}`), or None if the state is not held."""

@@ -193,7 +193,7 @@ class RankMachine:
             case StartOver():
                 self._attempt = None
                 self._forget_fetch()
-                self.held = None
+                self.held = message.state
                 return (CancelFetch(),)
             case Finish():
                 self.left = True

@@ -179,9 +179,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOver:
-    """Drop the state and everything pending: behave as a fresh process from now on."""
+    """Drop the fetch and everything pending. `state`: what the tensors still hold; None: behave as a fresh process."""
 
     reason: str
+    state: StateName | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,9 @@ class LeaderMachine:
         self._fetched: set[Rank] = set()
         self._loaded: set[Rank] = set()
         self._load_told = False
+        self._before_fetch: tuple[StateName, LedgerState | None] | None = (
+            None  # what the tensors hold until Load is told
+        )
         self._start_over = ""
         self._pending = 0
         self._held_units: tuple[UnitId, ...] = ()
@@ -166,6 +169,8 @@ class LeaderMachine:
                 f"decision {decision.seq} calls us a WORKER of {decision.start}, we hold {self.state}"
             )
         elif me.role is Role.CATCHING_UP and me.fetch:
+            if self.materialized and self.state is not None:
+                self._before_fetch = (self.state, self.ledger)
             self.state, self.materialized = decision.start, False
             self.ledger = decision.ledger or self._initial_ledger
             self._fetched.clear()
@@ -242,6 +247,7 @@ class LeaderMachine:
         if len(self._fetched) < self.settings.size:
             return ()
         self._load_told = True
+        self._before_fetch = None
         return (Tell(message=Load(state=message.state)),)
 
     def _on_loaded(self, message: Loaded) -> tuple[Effect, ...]:
@@ -285,14 +291,19 @@ class LeaderMachine:
         return self._restart_fetch() if self._start_over else self._report()
 
     def _restart_fetch(self) -> tuple[Effect, ...]:
-        """Behave as a fresh process from now on."""
+        """Back to what the tensors hold: the state from before the fetch, or none.
+
+        The newest state may have died with its only holders; then the older one is what the job goes on from.
+        """
         reason, self._start_over = self._start_over, ""
-        self.state, self.materialized, self.ledger = None, False, None
+        before, self._before_fetch = self._before_fetch, None
+        self.state, self.ledger = before if before is not None else (None, None)
+        self.materialized = before is not None
         self.running = None
         self._load_told = False
         self._fetched.clear()
         self._held_units = ()
-        return (Tell(message=StartOver(reason=reason)), *self._report())
+        return (Tell(message=StartOver(reason=reason, state=self.state)), *self._report())
 
     def _verdict(self, *, commit: bool, reason: str = "") -> Tell:
         assert self.running is not None

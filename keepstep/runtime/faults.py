@@ -1,15 +1,17 @@
 """Deterministic fault injection: kill this rank, in this step, at this point.
 
-    kill replica=1 rank=0 step=5 phase=in_exchange [incarnation=first|second|any] [role=worker|catching_up|any]
+    kill replica=1 rank=0 step=5 phase=in_exchange [count=N] [incarnation=first|second|any] [role=worker|catching_up|any]
 
 Actions: kill (SIGKILL), stop (SIGSTOP), segv (SIGSEGV), raise (an exception at the point), exit=CODE, slow=SECONDS. Without
-`step`, the first time the point is reached. Each fault fires once in a run: a file in the run directory remembers it across
-lives, and `faults.jsonl` tells when, with the fault's place and the clock of the events.
+`step`, in any step. `count`: the N-th time that all of this fits (a chunk that arrives is one time `in_exchange`). Each fault
+fires once in a run: a file in the run directory remembers it across lives, and `faults.jsonl` tells when, with the fault's place
+and the clock of the events.
 
 The points are in the product, not in the tests: an operator can rehearse a failure on the real job. They cost one truth test
 when no fault was asked for. Any thread.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -62,6 +64,7 @@ class Fault:
     step: int | None
     life: int | None
     role: str
+    count: int
     index: int
 
     @staticmethod
@@ -73,7 +76,7 @@ class Fault:
         try:
             if action not in (*SIGNALS, "raise", "exit", "slow"):
                 raise ValueError(f"unknown action {action!r}: use kill, stop, segv, raise, exit=CODE or slow=SECONDS")
-            if unknown := fields.keys() - {"replica", "rank", "phase", "step", "incarnation", "role"}:
+            if unknown := fields.keys() - {"replica", "rank", "phase", "step", "incarnation", "role", "count"}:
                 raise ValueError(f"unknown field {sorted(unknown)[0]!r}")
             if missing := {"replica", "rank", "phase"} - fields.keys():
                 raise ValueError(f"{sorted(missing)[0]}= is missing")
@@ -91,6 +94,7 @@ class Fault:
                 step=int(fields["step"]) if "step" in fields else None,
                 life=LIVES[life],
                 role=role,
+                count=int(fields.get("count", 1)),
                 index=index,
             )
         except ValueError as error:
@@ -103,6 +107,7 @@ class Faults:
     def __init__(self, faults: tuple[Fault, ...], env: Environment) -> None:
         self._faults = faults
         self._env = env
+        self._times = {fault.index: itertools.count(1) for fault in faults}
 
     @staticmethod
     def check(text: str) -> tuple[Fault, ...]:
@@ -131,7 +136,7 @@ class Faults:
                 and fault.life in (None, self._env.life)
                 and (fault.role == "any" or fault.role == role)
             )
-            if wanted and self._claim(fault):
+            if wanted and next(self._times[fault.index]) == fault.count and self._claim(fault):
                 self._note(fault, step, role)
                 self._fire(fault)
 

@@ -47,7 +47,7 @@ class LinkSettings:
     congestion: str = "reno"  # the kernel's default here, BBR, costs loopback 40%
     checksum: bool = True
     silent_s: float = 5.0  # no byte, not even a heartbeat, for so long: the peer is frozen
-    connect_s: float = 10.0
+    connect_s: float = 5.0
     user_timeout_s: float = 10.0  # unacknowledged data for so long: the path is cut
 
 

@@ -2,7 +2,7 @@
 
     GET /state/STEP/LINEAGE/manifest          JSON that describes the byte space, at least {"total": N}
     GET /state/STEP/LINEAGE/bytes?lo=A&hi=B   bytes [A, B), with their checksum
-    401 wrong token    400 malformed    410 not held (any more)
+    401 wrong token    400 malformed    410 not held (any more)    503 not reached yet, ask again
 
 Requests and answers carry an HMAC by the job token over what they say and a nonce, so neither side believes a stranger; the bytes
 are not encrypted. The name of the part (job and rank) is signed too: a port that somebody else uses by now answers 401, never
@@ -42,7 +42,8 @@ MAX_TOTAL = 1 << 40
 RANGE_BYTES = 4 << 20
 PER_SOURCE = 2  # requests under way to one source, so that it can read while the other travels
 READERS = 8
-SILENT_S = 70.0  # longer than a source may wait until it has reached a state
+SILENT_S = 6.0  # a source answers within two seconds, if only to say "not yet"
+NOT_YET_S = 120.0  # a source may take so long to reach the state that it was named for
 CONNECT_S = 5.0
 STOP_S = 5.0
 AUTH, PROOF, CHECKSUM = "X-Keepstep-Auth", "X-Keepstep-Proof", "X-Keepstep-Checksum"
@@ -63,6 +64,10 @@ class FetchedState:
 
 class _Refused(Exception):
     """A source did not give what was asked for, in words."""
+
+
+class _NotYet(Exception):
+    """The source will hold the state in a moment."""
 
 
 class _Signer:
@@ -186,7 +191,10 @@ class StateServer:
             body = read()
             return None if body is None else (body, xxhash.xxh3_64_hexdigest(body))
 
-        found = await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except TimeoutError:
+            return web.Response(status=503, text="not reached yet")
         if found is None:
             return web.Response(status=410, text="this state is not held here (any more)")
         body, checksum = found
@@ -307,6 +315,17 @@ class StateFetcher:
         self, session: aiohttp.ClientSession, source: Source, state: StateName, what: str, limit: int
     ) -> bytes:
         """One verified answer of one source. Raises _Refused."""
+        deadline = time.monotonic() + NOT_YET_S
+        while True:
+            try:
+                return await self._get_now(session, source, state, what, limit)
+            except _NotYet:
+                if time.monotonic() > deadline:
+                    raise _Refused(f"replica {source[0]} did not reach the state in {NOT_YET_S:.0f} s") from None
+
+    async def _get_now(
+        self, session: aiohttp.ClientSession, source: Source, state: StateName, what: str, limit: int
+    ) -> bytes:
         replica, host, port = source
         path, nonce = f"/state/{state.step}/{state.lineage}/{what}", secrets.token_hex(16)
         address = f"[{host}]" if ":" in host else host
@@ -315,6 +334,8 @@ class StateFetcher:
             async with session.get(
                 f"http://{address}:{port}{path}", headers=headers, allow_redirects=False
             ) as response:
+                if response.status == 503:
+                    raise _NotYet
                 if response.status != 200:
                     text = (await response.content.read(200)).decode(errors="replace")
                     raise _Refused(f"replica {replica} answered {response.status}: {text}")

@@ -106,7 +106,7 @@ class TrainingState:
         *,
         extra: Mapping[str, Stateful] | None = None,
         copy_bytes_max: int = 1 << 62,
-        wait_s: float = 60.0,
+        wait_s: float = 2.0,
     ) -> None:
         self.model, self.optimizer, self.extra = model, optimizer, dict(extra or {})
         self.copy_bytes_max, self.wait_s = copy_bytes_max, wait_s
@@ -116,6 +116,7 @@ class TrainingState:
         self._read: RangeSet = RangeSet()  # of the live state, by anyone
         self._wanted: frozenset[StateName] = frozenset()
         self._frozen: dict[StateName, _Frozen] = {}
+        self._let_go: set[StateName] = set()  # wanted, but a copy would have been too large
         self._closed = False
         self.copied_bytes = 0  # in all, for the events
         self.to_layout()  # an unsupported state must be refused at the start, not at the first failure
@@ -195,12 +196,14 @@ class TrainingState:
             return out.tobytes()
 
     def _await(self, state: StateName) -> bool:
-        """Waits for a state that the main thread is about to reach; False if it is not to be had."""
+        """Waits for a state that the main thread is about to reach; False if it is not to be had, TimeoutError if not yet."""
 
         def known() -> bool:
-            return self._closed or state == self._live or state in self._frozen or state not in self._wanted
+            held = state == self._live or state in self._frozen
+            return self._closed or held or state in self._let_go or state not in self._wanted
 
-        self._changed.wait_for(known, self.wait_s)
+        if not self._changed.wait_for(known, self.wait_s):
+            raise TimeoutError(f"state {state.step} has not been reached yet")
         return not self._closed and (state == self._live or state in self._frozen)
 
     def _copy_live(self, out: np.ndarray[Any, np.dtype[np.uint8]], lo: int, hi: int) -> None:
@@ -218,6 +221,7 @@ class TrainingState:
         """From now on exactly these states must stay readable."""
         with self._changed:
             self._wanted = states
+            self._let_go &= states
             for gone in self._frozen.keys() - states:
                 del self._frozen[gone]
             self._changed.notify_all()
@@ -244,6 +248,8 @@ class TrainingState:
                         self._copy_live(frozen.data[lo:hi], lo, hi)
                         frozen.valid.add(lo, hi)
                     copied = size
+                else:
+                    self._let_go.add(self._live)
             self._live, self._layout = None, None
             self._read = RangeSet()
             self.copied_bytes += copied

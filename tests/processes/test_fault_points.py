@@ -22,7 +22,8 @@ CATCHING_UP_PHASES = [
     *((phase, rank) for phase in ("before_hello", "fetching_state", "loading_state", "replaying") for rank in (0, 1)),
     *((phase, rank) for phase in ("in_exchange", "before_vote", "between_vote_and_commit") for rank in (0, 1)),
 ]
-ARGS = ("--steps", "260", "--step-seconds", "0.06")
+ARGS = ("--steps", "100", "--step-seconds", "0.06")
+LONG = ("--steps", "200", "--step-seconds", "0.06")
 SHAPE = ("--replicas", "3", "--ranks-per-replica", "2")
 FIRST = "kill replica=1 rank=0 step=8 phase=forward"
 SLOW_FETCH = {"KEEPSTEP_FETCH_BYTES_PER_S": "60000"}  # several steps' length, so that there is something to replay
@@ -44,7 +45,13 @@ def test_a_worker_dies(tmp_path: Path, phase: str, rank: int) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize(("phase", "rank"), CATCHING_UP_PHASES)
 def test_a_replica_dies_again_while_it_catches_up(tmp_path: Path, phase: str, rank: int) -> None:
-    survive(tmp_path, FIRST, f"kill replica=1 rank={rank} phase={phase} incarnation=second role=any", **SLOW_FETCH)
+    survive(
+        tmp_path,
+        FIRST,
+        f"kill replica=1 rank={rank} phase={phase} incarnation=second role=any",
+        args=LONG,
+        **SLOW_FETCH,
+    )
 
 
 @pytest.mark.faults

@@ -222,3 +222,13 @@ def test_a_process_with_other_weights_never_serves_as_the_initial_state() -> Non
     machine.on_message(StartOver(reason="test"))
     with pytest.raises(InvariantViolation, match="initial state"):
         machine.on_message(decided(decision(12, 0, 12, member(0, W, 0), quorum=12)))
+
+
+def test_a_failed_fetch_goes_back_to_the_state_that_is_still_held() -> None:
+    machine = working()
+    machine.on_held(state(1, 1))
+    machine.on_message(decided(decision(12, 5, 9, member(0, C, fetch=True), member(1, W, 3), quorum=12)))
+    assert machine.on_message(StartOver(reason="no source is left", state=state(1, 1))) == (CancelFetch(),)
+    again = decision(13, 1, 1, member(0, W, 7), quorum=13)
+    orders = [e.order for e in machine.on_message(decided(again)) if isinstance(e, GiveOrder)]
+    assert [(order.start, order.units) for order in orders if isinstance(order, Train)] == [(state(1, 1), (7,))]

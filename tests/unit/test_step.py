@@ -114,6 +114,39 @@ def test_a_failed_fetch_starts_over_after_the_step_which_still_needs_our_zeros()
     assert report_of(effects).report.state is None
 
 
+def test_a_replica_whose_fetch_fails_still_offers_what_it_held_before() -> None:
+    """The newest state may have died with its only holder: the job goes on from the older one, not from a checkpoint."""
+    machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1)))
+    machine.on_message(vote(0, 1))
+    assert report_of(machine.on_message(vote(1, 1))).report.state == state(1, 1)
+    machine.on_decision(decision(2, 2, 9, member(0, C, fetch=True), member(1, W)))
+    machine.on_message(Fetched(rank=Rank(0), state=state(2, 9), ok=False, reason="its only source is gone"))
+    machine.on_message(vote(0, 2, caught_up=False))
+    effects = machine.on_message(vote(1, 2, caught_up=False))
+    (over,) = (e.message for e in effects if isinstance(e, Tell) and isinstance(e.message, StartOver))
+    assert over.state == state(1, 1)
+    report = report_of(effects).report
+    assert (report.state, report.materialized, report.ledger) == (state(1, 1), True, machine.ledger)
+    machine.on_decision(decision(3, 1, 1, member(0, W, 2)))
+    machine.on_message(vote(0, 3))
+    assert report_of(machine.on_message(vote(1, 3))).report.state == state(2, 3)
+
+
+def test_once_the_load_is_told_there_is_no_way_back() -> None:
+    machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1)))
+    machine.on_message(vote(0, 1))
+    machine.on_message(vote(1, 1))
+    machine.on_decision(decision(2, 2, 9, member(0, C, fetch=True), member(1, W)))
+    for rank in (0, 1):
+        machine.on_message(Fetched(rank=Rank(rank), state=state(2, 9), ok=True))
+    machine.on_message(Fetched(rank=Rank(0), state=state(2, 9), ok=False, reason="late and wrong"))
+    machine.on_message(vote(0, 2, caught_up=False))
+    report = report_of(machine.on_message(vote(1, 2, caught_up=False))).report
+    assert (report.state, report.materialized) == (state(3, 2), False)
+
+
 def test_a_fetch_that_outlasts_the_bound_starts_over() -> None:
     machine = catching_up(max_pending=2)
     effects: tuple[Effect, ...] = ()
