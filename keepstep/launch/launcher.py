@@ -56,6 +56,7 @@ class Replica:
         self.life: Life | None = None
         self.lives = 0
         self.fruitless: list[str] = []  # the last words of lives in a row that trained nothing
+        self.first_words = ""  # the last words of the first life that failed
         self.outcome = ""  # "done" or why it was given up
 
     @property
@@ -268,11 +269,16 @@ class Launcher:
             self._config_error(replica, life.last_words().removeprefix("keepstep: "))
             return
         if code == EX_NO_RESTART:
-            self._give_up(replica, f"exit code {EX_NO_RESTART} asks for no restart")
+            words = life.last_words()
+            own = words.startswith("keepstep: ")
+            self._give_up(
+                replica, words.removeprefix("keepstep: ") if own else f"exit code {EX_NO_RESTART} asks for no restart"
+            )
             return
         self._restart(replica, life)
 
     def _restart(self, replica: Replica, life: Life) -> None:
+        replica.first_words = replica.first_words or life.last_words()
         trained = self._has(life, b'"event": "commit"')
         self._trained = self._trained or trained
         replica.fruitless = [] if trained else [*replica.fruitless, life.last_words()]
@@ -299,6 +305,8 @@ class Launcher:
             self._end(EX_CONFIG)
 
     def _give_up(self, replica: Replica, reason: str) -> None:
+        if replica.first_words and replica.first_words not in reason:
+            reason = f"{reason} (its first failure said: {replica.first_words})"
         replica.outcome = reason
         self._events.emit("gave_up", {"replica": replica.id, "reason": reason})
         self._say(f"replica {replica.id} is given up: {reason}")

@@ -10,6 +10,7 @@ FT-HSDP section 5.4 keeps warm spares for the same reason.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from keepstep.launch.child import become, tie_to_parent
 
 MAX_REQUEST = 1 << 20
 REPARENT_S = 5.0
+PR_SET_NAME = 15
 PRELOAD = "keepstep.training.training"  # torch, FSDP2, etcd, HTTP: all that join() needs
 
 
@@ -115,6 +117,8 @@ def _run(request: dict[str, object], fds: list[int]) -> None:
         launcher = int(os.environ.pop("KEEPSTEP_PARENT"))
         _await_parent(launcher)
         tie_to_parent(launcher)
+        name = f"keepstep-r{env['REPLICA_ID']}.{env['RANK']}"  # what `ps` and `top` call it
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
         if "numpy" in sys.modules:  # a fork inherits its generator's state; Python's own reseeds itself
             sys.modules["numpy"].random.seed()
         become([str(arg) for arg in args])

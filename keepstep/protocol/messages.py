@@ -264,7 +264,7 @@ class Policy:
     min_replicas: int = 1
     start_wait_ns: int = 60_000_000_000  # first decision: wait so long for all replicas to report
     straggler_ns: int = 60_000_000_000  # then go on without a live WORKER that does not answer
-    member_grace_ns: int = 50_000_000  # a CATCHING_UP member's answer comes within milliseconds: do not drop it
+    member_grace_ns: int = 200_000_000  # a CATCHING_UP member's answer comes within milliseconds: do not drop it
     join_wait_ns: int = 0  # wait for announced replicas
     restore_wait_ns: int = 10_000_000_000
     finish_wait_ns: int = 30_000_000_000  # at the end: wait so long for announced replicas

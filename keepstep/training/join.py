@@ -6,7 +6,7 @@ opened on a free port and announced through the tree (no port is guessed). Betwe
 group: that is FTAR's.
 
 Fails: `ConfigError` with one sentence. Leaving the `with` block with an exception ends the rank non-zero; a
-ConfigError prints its sentence only and exits 78 (EX_CONFIG), which the launcher does not restart.
+ConfigError prints its sentence only and exits 78 (EX_CONFIG), NoStateLeft 93; the launcher does not restart those.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from keepstep.protocol.errors import ConfigError, JobOver
+from keepstep.protocol.errors import ConfigError, JobOver, NoStateLeft
 from keepstep.protocol.ids import LEADER, Incarnation
 from keepstep.runtime.environment import Environment
 from keepstep.runtime.event_log import EventLog
@@ -33,7 +33,7 @@ from keepstep.runtime.rank import RankRuntime
 
 log = logging.getLogger("keepstep")
 
-EX_CONFIG = 78
+EX_CONFIG, EX_NO_RESTART = 78, 93
 SWITCH_INTERVAL_S = 0.0005  # a busy main thread must not hold the data plane back: 9x -> 2x slower exchanges, measured
 
 
@@ -97,6 +97,9 @@ def join() -> Iterator[Job]:
         raise SystemExit(EX_CONFIG) from None
     except JobOver as over:
         print(f"keepstep: {over}", file=sys.stderr, flush=True)
+    except NoStateLeft as error:
+        print(f"keepstep: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(EX_NO_RESTART) from None
 
 
 def _check_finished(job: Job) -> None:

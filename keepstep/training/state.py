@@ -116,6 +116,7 @@ class TrainingState:
         self._read: RangeSet = RangeSet()  # of the live state, by anyone
         self._wanted: frozenset[StateName] = frozenset()
         self._frozen: dict[StateName, _Frozen] = {}
+        self._reached = -1  # the newest step whose state the tensors have held
         self._let_go: set[StateName] = set()  # wanted, but a copy would have been too large
         self._closed = False
         self.copied_bytes = 0  # in all, for the events
@@ -196,11 +197,14 @@ class TrainingState:
             return out.tobytes()
 
     def _await(self, state: StateName) -> bool:
-        """Waits for a state that the main thread is about to reach; False if it is not to be had, TimeoutError if not yet."""
+        """Waits for a state that we have not reached yet; False if it is past, TimeoutError if that takes long.
+
+        Whoever asks was told by a decision that we hold it, which may not have come to us yet.
+        """
 
         def known() -> bool:
             held = state == self._live or state in self._frozen
-            return self._closed or held or state in self._let_go or state not in self._wanted
+            return self._closed or held or state in self._let_go or state.step < self._reached
 
         if not self._changed.wait_for(known, self.wait_s):
             raise TimeoutError(f"state {state.step} has not been reached yet")
@@ -260,6 +264,7 @@ class TrainingState:
         """The live tensors now hold `state`."""
         with self._changed:
             self._live, self._layout = state, None
+            self._reached = max(self._reached, state.step) if state is not None else self._reached
             self._changed.notify_all()
 
     @property

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from keepstep.protocol import ledger as ledgers
 from keepstep.protocol.catch_up import Apply, Leave, LoadState, Train
@@ -109,6 +110,22 @@ class Step:
         return self._training._commit(self, mean)
 
 
+def check_sharding(model: torch.nn.Module, size: int) -> None:
+    """Every parameter must be sharded over exactly the replica's ranks, or whole if there is one. Raises ConfigError."""
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            if p.device_mesh.size() != size:
+                raise ConfigError(
+                    f"parameter {name} is sharded over a mesh of {p.device_mesh.size()}, but the replica has {size} ranks: "
+                    "the mesh must be job.mesh"
+                )
+        elif size > 1:
+            raise ConfigError(
+                f"parameter {name} is not sharded, but the replica has {size} ranks: use fully_shard(model, mesh=job.mesh), or "
+                "--ranks-per-replica 1"
+            )
+
+
 class Training:
     """Drives one rank's model through the job's steps.
 
@@ -174,6 +191,7 @@ class Training:
             collate=collate,
             name=data_name,
         )
+        check_sharding(model, job.size)
         self.buckets = Buckets(list(model.named_parameters()), bucket_bytes=bucket_bytes)
         self.buckets.on_first_gradient = lambda: self.job.runtime.fault(Phase.BACKWARD)
         parts = dict(extra or {})

@@ -1,0 +1,226 @@
+"""The launcher with small scripts: exits, restarts, signals, and nothing left behind."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jobs import finish, kill_all, processes_of, read_events, run, start
+
+# A rank that trains nothing, but says so as the real ones do, so that the launcher takes its lives for fruitful.
+PREFACE = """
+import json, os, signal, subprocess, sys, threading, time
+from pathlib import Path
+run_dir, life = Path(os.environ["KEEPSTEP_RUN_DIR"]), int(os.environ["KEEPSTEP_LIFE"])
+replica, rank = int(os.environ["REPLICA_ID"]), int(os.environ["RANK"])
+def say(event):
+    if rank == 0:
+        name = f"replica{replica}-rank0-{os.environ['KEEPSTEP_INCARNATION']}.jsonl"
+        with (run_dir / "events" / name).open("a") as file:
+            file.write(json.dumps({"event": event, "mono": time.monotonic()}) + "\\n")
+say("commit")
+print("hello from", replica, rank, life, flush=True)
+"""
+FOREVER = "threading.Event().wait()\n"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    def write(body: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(PREFACE + body)
+        return path
+
+    return write
+
+
+def wait_until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        os.sched_yield()
+    raise AssertionError("it never came to that")
+
+
+def spawned(run_dir: Path) -> list[dict[str, Any]]:
+    return [e for e in read_events(run_dir) if e["event"] == "spawn"]
+
+
+def test_a_job_that_ends_well(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    result = run(
+        tmp_path / "run", "--replicas", "2", "--ranks-per-replica", "2", script=script("say('final')\n"), args=("x",)
+    )
+    assert result.code == 0, result.output
+    for replica in range(2):
+        for rank in range(2):
+            assert f"[r{replica}.k{rank}] hello from {replica} {rank} 1" in result.output
+            log = (tmp_path / "run" / "logs" / f"replica{replica}-rank{rank}.log").read_text()
+            assert f"\nhello from {replica} {rank} 1\n" in log, "without the prefix"
+    assert "logs are in" in result.output
+    assert not (tmp_path / "run" / "token").exists()
+    assert not list(processes_of(tmp_path / "run"))
+
+
+def test_only_the_replica_that_died_is_restarted(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    body = """
+if replica == 1 and rank == 1 and life == 1:
+    sys.exit(3)
+while not list(run_dir.glob("go-*")):
+    if replica == 1 and life == 2:
+        (run_dir / "go-1").touch()
+    time.sleep(0.01)
+say("final")
+"""
+    result = run(tmp_path / "run", "--replicas", "2", "--ranks-per-replica", "2", script=script(body))
+    assert result.code == 0, result.output
+    lives = [(e["replica"], e["life"]) for e in result.of("spawn")]
+    assert sorted(lives) == [(0, 1), (1, 1), (1, 2)]
+    assert len({e["incarnation"] for e in result.of("spawn")}) == 3
+    first = [(e["rank"], e["code"]) for e in result.of("exit") if e["replica"] == 1 and e["life"] == 1]
+    assert sorted(first) == [(0, -9), (1, 3)], "the rest of the replica is ended"
+    log = (tmp_path / "run" / "logs" / "replica1-rank0.log").read_text()
+    assert "life 1" in log
+    assert "life 2" in log
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything(tmp_path: Path, script: Callable[[str], Path], how: signal.Signals) -> None:
+    run_dir = tmp_path / "run"
+    body = "subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait()'])\n" + FOREVER
+    process = start(run_dir, "--replicas", "2", "--ranks-per-replica", "2", script=script(body))
+    try:
+        wait_until(lambda: len(list((run_dir / "events").glob("replica*"))) == 2)
+        process.send_signal(how)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 128 + how, output
+        wait_until(lambda: not list(processes_of(run_dir)))
+    finally:
+        kill_all(run_dir)
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    """kill -9: ranks and etcd die with it (the kernel), what the ranks had started soon after (the guard)."""
+    run_dir = tmp_path / "run"
+    body = (
+        "subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait()'])\nsay('begun')\n"
+        + FOREVER
+    )
+    process = start(run_dir, "--replicas", "2", script=script(body))
+    try:
+        wait_until(lambda: sum(e["event"] == "begun" for e in read_events(run_dir)) == 2)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 6
+        process.kill()
+        process.communicate(timeout=30)
+        wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family))
+        wait_until(lambda: not list(processes_of(run_dir)))
+    finally:
+        kill_all(run_dir)
+
+
+def test_what_a_dead_rank_had_started_dies_too(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    body = """
+if life == 1:
+    orphan = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"], start_new_session=True)
+    (run_dir / "orphan").write_text(str(orphan.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+say("final")
+"""
+    result = run(tmp_path / "run", "--replicas", "1", script=script(body))
+    assert result.code == 0, result.output
+    assert not psutil.pid_exists(int((tmp_path / "run" / "orphan").read_text()))
+
+
+def test_a_crash_loop_ends_and_names_its_cause(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    path = script("")
+    path.write_text("raise ValueError('no such thing')\n")
+    result = run(tmp_path / "run", "--replicas", "2", script=path)
+    assert result.code == 1
+    for replica in range(2):
+        assert f"replica {replica} is given up" in result.output
+    assert "ValueError: no such thing" in result.output
+    assert max(e["life"] for e in result.of("spawn")) == 2
+
+
+def test_exit_code_93_is_not_restarted_and_the_others_go_on(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    body = """
+if replica == 0:
+    sys.exit(93)
+while "gave_up" not in (run_dir / "events" / "launcher.jsonl").read_text():
+    time.sleep(0.01)
+say("final")
+"""
+    result = run(tmp_path / "run", "--replicas", "2", script=script(body))
+    assert result.code == 0, result.output
+    assert [(e["replica"], e["life"]) for e in result.of("spawn")] == [(0, 1), (1, 1)]
+
+
+def test_the_embedded_etcd_is_started_again(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    run_dir = tmp_path / "run"
+    body = """
+while not (run_dir / "go").exists():
+    time.sleep(0.01)
+say("final")
+"""
+    process = start(run_dir, "--replicas", "1", script=script(body))
+    try:
+        wait_until(lambda: list((run_dir / "events").glob("replica*")))
+        (etcd,) = [p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "etcd"]
+        etcd.kill()
+        wait_until(lambda: any(e["event"] == "etcd" for e in read_events(run_dir)))
+        (run_dir / "go").touch()
+        result = finish(process, run_dir, 60)
+        assert result.code == 0, result.output
+        assert "starting it again" in result.output
+    finally:
+        kill_all(run_dir)
+
+
+def test_ranks_start_cold_when_the_forking_process_is_gone(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    run_dir = tmp_path / "run"
+    body = """
+while not (run_dir / "go").exists():
+    time.sleep(0.01)
+if life == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+say("final")
+"""
+    process = start(run_dir, "--replicas", "1", script=script(body))
+    try:
+        wait_until(lambda: list((run_dir / "events").glob("replica*")))
+        ranks = {pid for e in spawned(run_dir) for pid in e["pids"]}
+        family = psutil.Process(process.pid).children()
+        (zygote,) = [p for p in family if "keepstep.launch.zygote" in p.cmdline() and p.pid not in ranks]
+        zygote.kill()
+        (run_dir / "go").touch()
+        result = finish(process, run_dir, 60)
+        assert result.code == 0, result.output
+        assert "started cold from now on" in result.output
+        assert len(spawned(run_dir)) == 2
+    finally:
+        kill_all(run_dir)
+
+
+def test_odd_output_is_shown_and_kept(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    body = r"""
+os.write(1, b"\xff\xfe\n")
+os.write(1, b"x" * 200_000 + b"\n")
+os.write(2, b"no newline at the end")
+say("final")
+"""
+    result = run(tmp_path / "run", "--replicas", "1", script=script(body))
+    assert result.code == 0, result.output[-2000:]
+    assert "[r0.k0] no newline at the end" in result.output
+    assert b"x" * 200_000 in (tmp_path / "run" / "logs" / "replica0-rank0.log").read_bytes()
+
+
+def test_the_events_tell_the_story(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    run(tmp_path / "run", "--replicas", "1", script=script("say('final')\n"))
+    lines = (tmp_path / "run" / "events" / "launcher.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["spawn", "exit", "replica_done", "end"]
