@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from keepstep.protocol.errors import InvariantViolation
 from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq, UnitId
 from keepstep.protocol.messages import (
+    Abort,
     Decided,
     Decision,
     Downward,
@@ -102,6 +103,15 @@ class ConfigureRing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BreakRing:
+    """A member is gone: what runs on this ring fails now."""
+
+    quorum_id: QuorumId
+    suspect: ReplicaId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BeginExchanges:
     """Exchange under decision `seq`: the buckets of `attempt`, or zeros in fresh buffers (attempt None)."""
 
@@ -135,7 +145,7 @@ class SendUp:
     message: Upward
 
 
-Effect = GiveOrder | ConfigureRing | BeginExchanges | StartFetch | CancelFetch | Serve | SendUp
+Effect = GiveOrder | ConfigureRing | BreakRing | BeginExchanges | StartFetch | CancelFetch | Serve | SendUp
 
 
 class Serving:
@@ -195,6 +205,10 @@ class RankMachine:
                 self._forget_fetch()
                 self.held = message.state
                 return (CancelFetch(),)
+            case Abort():
+                if message.quorum_id != self._quorum_id:
+                    return ()
+                return (BreakRing(quorum_id=message.quorum_id, suspect=message.suspect, reason=message.reason),)
             case Finish():
                 self.left = True
                 return (GiveOrder(order=Leave(error=message.error)),)

@@ -186,13 +186,22 @@ class StartOver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """The store says that a member of ring `quorum_id` is gone: break the ring, if no link has noticed yet."""
+
+    quorum_id: QuorumId
+    suspect: ReplicaId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     """Leave the training loop. `error` non-empty: raise it."""
 
     error: str = ""
 
 
-Downward = Decided | Load | Verdict | StartOver | Finish
+Downward = Decided | Load | Verdict | StartOver | Abort | Finish
 
 
 # --- control tree, ranks -> leader -----------------------------------------------------------------------------

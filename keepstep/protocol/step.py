@@ -29,6 +29,7 @@ from keepstep.protocol import ledger as ledgers
 from keepstep.protocol.errors import JobMismatch, LocalProtocolError
 from keepstep.protocol.ids import NO_DECISION, Incarnation, QuorumId, Rank, ReplicaId, Step, UnitId
 from keepstep.protocol.messages import (
+    Abort,
     Decision,
     Fetched,
     Finish,
@@ -63,7 +64,7 @@ class Publish:
 class Tell:
     """Send to every rank of the replica."""
 
-    message: Load | Verdict | StartOver | Finish
+    message: Load | Verdict | StartOver | Abort | Finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +193,17 @@ class LeaderMachine:
         self.over = True
         self.running = None
         return (Tell(message=Finish(error="" if me is not None else f"the job has ended: {decision.reason}")),)
+
+    def on_members_lost(self, decision: Decision, lost: frozenset[ReplicaId]) -> tuple[Effect, ...]:
+        """These members of `decision` have been gone for a moment, says the store; their links should have told us.
+
+        A link that nobody was using, or that was never made, cannot: break the ring instead of waiting for a deadline.
+        """
+        if not lost or self.running is not decision or decision.kind is not Kind.TRAIN:
+            return ()
+        suspect = min(lost)
+        reason = f"replica {suspect} is gone, says the store"
+        return (Tell(message=Abort(quorum_id=decision.quorum_id, suspect=suspect, reason=reason)),)
 
     # --- what our ranks say -----------------------------------------------------------------------------------
 

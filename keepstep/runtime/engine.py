@@ -76,6 +76,12 @@ class Engine:
             raise LocalProtocolError("a bucket was submitted before any ring was configured")
         ring.submit(seq, exchange, buffer)
 
+    def abort(self, quorum_id: QuorumId, suspect: ReplicaId, reason: str) -> None:
+        """A member of the ring is known to be gone, though no link may have said so: what runs on it fails."""
+        ring = self._ring
+        if ring is not None and ring.quorum_id == quorum_id:
+            ring.abort(suspect, reason)
+
     def close(self) -> None:
         """Ends every connection and thread; bounded in time."""
         self._closed = True

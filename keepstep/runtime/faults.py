@@ -3,7 +3,7 @@
     kill replica=1 rank=0 step=5 phase=in_exchange [count=N] [incarnation=first|second|any] [role=worker|catching_up|any]
 
 Actions: kill (SIGKILL), stop (SIGSTOP), segv (SIGSEGV), raise (an exception at the point), exit=CODE, slow=SECONDS. Without
-`step`, in any step. `count`: the N-th time that all of this fits (a chunk that arrives is one time `in_exchange`). Each fault
+`step`, in any step; with `step=5+`, from step 5 on. `count`: the N-th time that all of this fits (a chunk that arrives is one time `in_exchange`). Each fault
 fires once in a run: a file in the run directory remembers it across lives, and `faults.jsonl` tells when, with the fault's place
 and the clock of the events.
 
@@ -62,6 +62,7 @@ class Fault:
     rank: int
     phase: Phase
     step: int | None
+    onwards: bool
     life: int | None
     role: str
     count: int
@@ -91,7 +92,8 @@ class Fault:
                 replica=int(fields["replica"]),
                 rank=int(fields["rank"]),
                 phase=Phase(fields["phase"]),
-                step=int(fields["step"]) if "step" in fields else None,
+                step=int(fields["step"].removesuffix("+")) if "step" in fields else None,
+                onwards=fields.get("step", "").endswith("+"),
                 life=LIVES[life],
                 role=role,
                 count=int(fields.get("count", 1)),
@@ -132,7 +134,7 @@ class Faults:
         for fault in self._faults:
             wanted = (
                 fault.phase is phase
-                and fault.step in (None, step)
+                and _fits(fault, step)
                 and fault.life in (None, self._env.life)
                 and (fault.role == "any" or fault.role == role)
             )
@@ -180,3 +182,9 @@ class Faults:
             os._exit(int(fault.argument))
         else:
             time.sleep(fault.argument)
+
+
+def _fits(fault: Fault, step: int | None) -> bool:
+    if fault.step is None or fault.step == step:
+        return True
+    return fault.onwards and step is not None and step > fault.step

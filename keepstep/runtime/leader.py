@@ -47,6 +47,9 @@ from keepstep.runtime.wire import encode_frame
 
 log = logging.getLogger("keepstep")
 
+LINK_GRACE_S = (
+    0.4  # a dead member's links tell sooner, and let an exchange end that can; only what they miss waits for this
+)
 WAIT_LOG_S = 10.0  # how often a wait is explained in the log
 
 Emit = Callable[..., None]
@@ -82,6 +85,7 @@ class LeaderShell:
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: tuple[str, float] = ("", 0.0)
         self._tasks: list[asyncio.Task[None]] = []
+        self._suspected: Decision | None = None  # some of its members may be gone
         self._closed = False
 
     async def start(self) -> None:
@@ -136,7 +140,22 @@ class LeaderShell:
         last = view.last
         if last is not None:
             self._carry_out(lambda: self.machine.on_decision(last))
+        self._watch_members(view)
         self._decide()
+
+    def _watch_members(self, view: StoreView) -> None:
+        """Members that the launcher saw die or whose lease ran out: if no link tells in a moment, the ring is broken by hand."""
+        running = self.machine.running
+        if running is None or not view.connected or running is self._suspected or not _lost(running, view):
+            return
+        self._suspected = running
+        asyncio.get_running_loop().call_later(LINK_GRACE_S, self._check_members, running)
+
+    def _check_members(self, decision: Decision) -> None:
+        self._suspected = None
+        if self._view is not None and self._view.connected and not self._closed:
+            lost = _lost(decision, self._view)
+            self._carry_out(lambda: self.machine.on_members_lost(decision, lost))
 
     def _carry_out(self, step: Callable[[], tuple[Effect, ...]]) -> None:
         try:
@@ -276,6 +295,13 @@ class LeaderShell:
             idle = self.machine.running is None
             if reason and idle and time.monotonic() - since > WAIT_LOG_S:
                 log.warning("waiting for %.0f s: %s", time.monotonic() - since, reason)
+
+
+def _lost(decision: Decision, view: StoreView) -> frozenset[ReplicaId]:
+    """The members of a decision that are dead, or whose lease has run out."""
+    return frozenset(
+        m.replica_id for m in decision.members if m.incarnation in view.dead or m.replica_id not in view.reports
+    )
 
 
 def to_quorum_view(view: StoreView) -> quorum.View:

@@ -367,6 +367,8 @@ class RankRuntime:
                 self._give(effect.order)
             case rank_effects.ConfigureRing():
                 engine.configure(effect.quorum_id, effect.peers, effect.position)
+            case rank_effects.BreakRing():
+                engine.abort(effect.quorum_id, effect.suspect, effect.reason)
             case rank_effects.BeginExchanges():
                 self._begin(effect)
             case rank_effects.StartFetch():

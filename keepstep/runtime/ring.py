@@ -12,6 +12,7 @@ Calls may come from any thread and never block for the network; events are told 
 """
 
 import logging
+import select
 import socket
 import threading
 import time
@@ -122,7 +123,6 @@ class Ring:
         self._to_send: deque[_Running] = deque()
         self._to_receive: deque[_Running] = deque()
         self._accepted: socket.socket | None = None
-        self._accepted_set = threading.Event()
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._open: dict[str, socket.socket] = {}  # closed by the thread of that name
@@ -146,7 +146,7 @@ class Ring:
             if self._accepted is None and not self.broken:
                 self._accepted = sock
                 self._sockets.append(sock)
-                self._accepted_set.set()
+                self._wakes[0].set()
                 return
         sock.close()
 
@@ -176,6 +176,9 @@ class Ring:
             self._one_done()
         for wake in self._wakes:
             wake.set()
+
+    def abort(self, suspect: ReplicaId, reason: str) -> None:
+        self._break(suspect, "told", f"ring {self.quorum_id}: {reason}", fatal=False)
 
     def close(self) -> None:
         """Quietly: what still runs here is not told about."""
@@ -212,7 +215,6 @@ class Ring:
             shut(sock)
         for wake in self._wakes:
             wake.set()
-        self._accepted_set.set()
         if self._closed:
             return
         if running or fatal:
@@ -254,13 +256,7 @@ class Ring:
             self._sockets.append(sock)
         try:
             self._dial(sock)
-            if not self._accepted_set.wait(link.connect_s):
-                self._break(
-                    self.previous.replica_id,
-                    "connect",
-                    f"ring {self.quorum_id}: replica {self.previous.replica_id} has not connected in {link.connect_s:g} s",
-                    fatal=False,
-                )
+            self._await_previous(sock)
             if self.broken is None:
                 self.ready = True
                 self.owner.tell(RingReady(self.quorum_id))
@@ -269,6 +265,24 @@ class Ring:
         finally:
             if not self.ready and self._accepted is not None:
                 self._accepted.close()
+
+    def _await_previous(self, dialled: socket.socket) -> None:
+        """Until the previous member has connected. Notices if the next one gives this ring up meanwhile."""
+        wait_s, previous = self.settings.link.connect_s, self.previous.replica_id
+        deadline = time.monotonic() + wait_s
+        poll = select.poll()
+        poll.register(dialled, select.POLLRDHUP)
+        poll.register(self._wakes[0].fileno(), select.POLLIN)
+        while self._accepted is None and self.broken is None:
+            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not ready:
+                reason = f"ring {self.quorum_id}: replica {previous} has not connected in {wait_s:g} s"
+                self._break(previous, "connect", reason, fatal=False)
+            for fd, _ in ready:
+                if fd == self._wakes[0].fileno():
+                    self._wakes[0].clear()
+                else:
+                    self._blame(self.next, ConnectionResetError("it gave this ring up"), "connect")
 
     def _dial(self, sock: socket.socket) -> None:
         link, me, to = self.settings.link, self.owner.identity, self.next

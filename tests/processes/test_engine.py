@@ -255,3 +255,27 @@ def test_a_failing_reduction_is_fatal(members: list[Member]) -> None:
     assert isinstance(failed, StepFailed)
     assert failed.fatal
     assert "ZeroDivisionError" in failed.reason
+
+
+def test_an_abort_fails_what_runs_and_travels_around(members: list[Member]) -> None:
+    configure(members, 1)
+    for member in members:
+        member.next(RingReady)
+    exchange(members[:2], 1, 1, numbers(2))
+    members[0].engine.abort(QuorumId(99), ReplicaId(2), "another ring")
+    members[0].engine.abort(QuorumId(1), ReplicaId(2), "gone")
+    for member in members[:2]:
+        assert isinstance(member.next(StepFailed), StepFailed)
+    assert isinstance(members[2].next(RingBroken), RingBroken)
+
+
+def test_a_member_that_dies_before_it_connects_is_noticed_through_the_others(members: list[Member]) -> None:
+    """0 -> 1 -> 2 -> 0, and 0 is gone. 2 cannot dial it; 1, whom it should have dialled, learns it from 2."""
+    peers = [m.peer for m in members]
+    members[0].engine.close()
+    members[1].engine.configure(QuorumId(1), peers, 1)
+    members[1].engine.begin(Seq(1), QuorumId(1), 1)
+    members[2].engine.configure(QuorumId(1), peers, 2)
+    failed = members[1].next(StepFailed)
+    assert isinstance(failed, StepFailed)
+    assert "gave this ring up" in failed.reason or "closed" in failed.reason or "reset" in failed.reason

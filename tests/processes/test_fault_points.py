@@ -57,7 +57,7 @@ def test_a_replica_dies_again_while_it_catches_up(tmp_path: Path, phase: str, ra
 @pytest.mark.faults
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_dies_while_it_serves_state(tmp_path: Path, rank: int) -> None:
-    survive(tmp_path, FIRST, f"kill replica=0 rank={rank} phase=serving_state incarnation=first", **SLOW_FETCH)
+    survive(tmp_path, FIRST, f"kill replica=0 rank={rank} step=9+ phase=serving_state incarnation=first", **SLOW_FETCH)
 
 
 @pytest.mark.faults

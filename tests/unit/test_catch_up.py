@@ -6,6 +6,7 @@ from machines import C, W, decision, me, member, peers, state
 from keepstep.protocol.catch_up import (
     Apply,
     BeginExchanges,
+    BreakRing,
     CancelFetch,
     ConfigureRing,
     Effect,
@@ -22,6 +23,7 @@ from keepstep.protocol.catch_up import (
 from keepstep.protocol.errors import InvariantViolation
 from keepstep.protocol.ids import QuorumId, Rank, ReplicaId, Seq
 from keepstep.protocol.messages import (
+    Abort,
     Decided,
     Decision,
     Fetched,
@@ -232,3 +234,11 @@ def test_a_failed_fetch_goes_back_to_the_state_that_is_still_held() -> None:
     again = decision(13, 1, 1, member(0, W, 7), quorum=13)
     orders = [e.order for e in machine.on_message(decided(again)) if isinstance(e, GiveOrder)]
     assert [(order.start, order.units) for order in orders if isinstance(order, Train)] == [(state(1, 1), (7,))]
+
+
+def test_an_abort_breaks_the_ring_it_names() -> None:
+    machine = working()
+    ring = QuorumId(1)
+    assert machine.on_message(Abort(quorum_id=QuorumId(99), suspect=ReplicaId(1), reason="gone")) == ()
+    (effect,) = machine.on_message(Abort(quorum_id=ring, suspect=ReplicaId(1), reason="gone"))
+    assert effect == BreakRing(quorum_id=ring, suspect=ReplicaId(1), reason="gone")

@@ -5,7 +5,7 @@ from machines import LEDGER, C, W, decision, hello, me, member, state
 
 from keepstep.protocol.errors import JobMismatch, LocalProtocolError
 from keepstep.protocol.ids import QuorumId, Rank, ReplicaId, Seq
-from keepstep.protocol.messages import Fetched, Finish, Kind, Load, Loaded, RingBroken, StartOver, Verdict, Vote
+from keepstep.protocol.messages import Abort, Fetched, Finish, Kind, Load, Loaded, RingBroken, StartOver, Verdict, Vote
 from keepstep.protocol.step import Effect, LeaderMachine, Publish, Tell, TellDecided
 
 
@@ -213,3 +213,19 @@ def test_the_impossible_is_refused_and_changes_nothing() -> None:
     with pytest.raises(LocalProtocolError, match="we have not answered decision 1"):
         machine.on_decision(decision(2, 0, 1, member(0, W, 0)))
     assert machine.state == state(0, 1)
+
+
+def test_a_member_that_the_store_calls_gone_breaks_the_ring_of_the_running_decision_only() -> None:
+    machine = ready()
+    first = decision(1, 0, 1, member(0, W, 0), member(1, W, 1))
+    machine.on_decision(first)
+    gone = frozenset({ReplicaId(1)})
+    (tell,) = machine.on_members_lost(first, gone)
+    assert isinstance(tell, Tell)
+    assert tell.message == Abort(
+        quorum_id=first.quorum_id, suspect=ReplicaId(1), reason="replica 1 is gone, says the store"
+    )
+    assert machine.on_members_lost(first, frozenset()) == ()
+    machine.on_message(vote(0, 1))
+    machine.on_message(vote(1, 1))
+    assert machine.on_members_lost(first, gone) == (), "it was committed meanwhile"
