@@ -18,7 +18,6 @@ One asyncio loop. Fails: StoreError (unreachable, refused), ConfigError and JobM
 import asyncio
 import hmac
 import logging
-import re
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -31,12 +30,13 @@ from aetcd import rpc
 from keepstep.protocol.errors import ConfigError, JobMismatch, RemoteProtocolError, StoreError
 from keepstep.protocol.ids import Incarnation, ReplicaId
 from keepstep.protocol.messages import Decision, Endpoint, Report
+from keepstep.runtime.etcd_lease import CALL_S, Lease
+from keepstep.runtime.etcd_view import Reading, StoreView
 from keepstep.runtime.wire import decode, encode
 
 log = logging.getLogger("keepstep")
 T = TypeVar("T")
 
-CALL_S = 5.0
 BACK_OFF_S = 0.1
 QUIET_S = 2.0  # a watch that brought nothing for so long is asked for a sign of life ...
 ANSWER_S = 3.0  # ... and given up without one after this
@@ -61,7 +61,6 @@ class JobRecord:
     token_check: str
 
 
-_NUMBER = re.compile("[0-9]{1,9}")
 _FIELDS = {
     "token_check": "job token",
     "version": "keepstep version",
@@ -70,19 +69,6 @@ _FIELDS = {
     "data_fingerprint": "data set or unit size",
     "layout_digest": "model or bucket size",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreView:
-    """What one process sees of the job. Times are this process's monotonic nanoseconds."""
-
-    last: Decision | None
-    revision: int  # of the decision's key; 0: there is none
-    last_seen_at: int
-    reports: dict[ReplicaId, tuple[Report, int]]
-    dead: frozenset[Incarnation]
-    announced: frozenset[ReplicaId]
-    connected: bool
 
 
 def parse_url(url: str) -> tuple[str, int]:
@@ -94,135 +80,16 @@ def parse_url(url: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class _Lease:
-    """A lease that is kept alive. If it was lost, another is granted, and everything is written again under it."""
-
-    def __init__(self, store: "EtcdStore", seconds: float) -> None:
-        self._store, self._seconds = store, seconds
-        self._wanted: dict[bytes, bytes | None] = {}  # the newest value of each key; None: it must not be there
-        self._written: dict[bytes, bytes] = {}  # what is there for certain, under the lease of now
-        self._exclusive: set[bytes] = set()  # never written over another process's value
-        self._id: int | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._lock = asyncio.Lock()  # an old value must not overtake a new one, nor a second lease the first
-
-    async def put(self, key: bytes, value: bytes) -> None:
-        self._wanted[key] = value
-        self._written.pop(key, None)
-        await self._store.call(self._flush())
-
-    async def create(self, key: bytes, value: bytes) -> bytes | None:
-        """Writes the key if nobody else holds it; else returns what it holds."""
-        self._exclusive.add(key)
-        self._wanted[key] = value
-        return (await self._store.call(self._flush())).get(key)
-
-    async def drop(self, key: bytes) -> None:
-        self._wanted[key] = None
-        self._written.pop(key, None)
-        await self._store.call(self._flush())
-
-    async def revoke(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        self._wanted.clear()
-        async with self._lock:
-            lease = self._id
-            self._lost()
-            if lease is not None:
-                await self._store.call(self._store.client.revoke_lease(lease))
-
-    async def _flush(self) -> dict[bytes, bytes]:
-        """Writes what is not written yet. Returns the exclusive keys that another process holds, with its values."""
-        async with self._lock:
-            for attempt in (1, 2):
-                lease = await self._granted()
-                try:
-                    return await self._write_all(lease)
-                except StoreError as error:
-                    if attempt == 2 or "lease not found" not in str(error):
-                        raise
-                    self._lost()  # it ran out while we were stopped
-        raise AssertionError("unreachable")
-
-    async def _write_all(self, lease: int) -> dict[bytes, bytes]:
-        client, refused = self._store.client, {}
-        for key, value in list(self._wanted.items()):
-            if value is None:
-                await self._store.call(client.delete(key))
-                if self._wanted.get(key) is None:
-                    self._wanted.pop(key, None)
-            elif self._written.get(key) != value:
-                holder = None
-                if key in self._exclusive:
-                    holder = await self._create(key, value, lease)
-                else:
-                    await self._store.call(client.put(key, value, lease=lease))
-                if holder is None:
-                    self._written[key] = value
-                else:
-                    refused[key] = holder
-                    self._wanted.pop(key, None)
-        return refused
-
-    async def _create(self, key: bytes, value: bytes, lease: int) -> bytes | None:
-        client = self._store.client
-        done, got = await self._store.call(
-            client.transaction(
-                compare=[client.transactions.version(key) == 0],
-                success=[client.transactions.put(key, value, lease=lease)],
-                failure=[client.transactions.get(key)],
-            )
-        )
-        if done or got[0][0][1].lease == lease:  # ours from a try whose answer was lost
-            return None
-        return bytes(got[0][0][0])
-
-    async def _granted(self) -> int:
-        if self._id is None:
-            lease = await self._store.call(self._store.client.lease(max(1, round(self._seconds))))
-            self._id = int(lease.id)
-            if self._task is None:
-                self._task = asyncio.get_running_loop().create_task(self._keep_alive())
-        return self._id
-
-    def _lost(self) -> None:
-        self._id = None
-        self._written.clear()
-
-    async def _keep_alive(self) -> None:
-        while True:
-            await asyncio.sleep(self._seconds / 3)
-            try:
-                async with self._lock:
-                    await self._refresh()
-                for key, holder in (await self._store.call(self._flush())).items():
-                    who = holder.decode(errors="replace")
-                    log.error("while this process was away, %s was taken by %s", key.decode(errors="replace"), who)
-            except StoreError as error:
-                log.debug("lease not renewed: %s", error)
-
-    async def _refresh(self) -> None:
-        if self._id is None:
-            return
-        reply = await self._store.call(self._store.client.refresh_lease(self._id), timeout=min(self._seconds, CALL_S))
-        if reply is None or reply.TTL <= 0:
-            log.warning("the store had given up on this process for a while; it reports again")
-            self._lost()
-
-
 class EtcdStore:
     """One process's connection to the store of one job. Use `open`."""
 
     def __init__(self, client: Any, job: str, token: bytes, lease_s: float) -> None:
         self.client, self.job, self._token = client, job, token
         self._root = f"keepstep/{job}/".encode()
-        self._lease = _Lease(self, lease_s)
+        self._lease = Lease(client, self.call, lease_s)
         self._endpoints: dict[tuple[ReplicaId, Incarnation], tuple[Endpoint, ...]] = {}
         self._watch: asyncio.Task[None] | None = None
-        self._reading = _Reading(self._root)
+        self._reading = Reading(self._root)
         self._closed = False
 
     @staticmethod
@@ -457,79 +324,6 @@ class EtcdStore:
             if reading is not None:
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
-
-
-class _Reading:
-    """The keys of one job, decoded as they change."""
-
-    def __init__(self, root: bytes) -> None:
-        self._root = root
-        self._raw: dict[bytes, Any] = {}  # etcd's key-value pairs
-        self._values: dict[bytes, tuple[Any, int]] = {}  # readable report or decision; when this version was first seen
-        self._base = 0  # the store's revision at the last full reading: no event up to it is news
-        self.newest = 0
-        self.connected = False
-
-    def replace_all(self, found: list[Any], revision: int) -> None:
-        for key in self._raw.keys() - {kv.key for kv in found}:
-            self._drop(key)
-        for kv in found:
-            self._put(kv)
-        self._base = self.newest = revision
-
-    def change(self, event: Any) -> None:
-        revision = event.kv.mod_revision
-        if revision <= self._base:
-            return
-        self.newest = revision
-        if event.type == rpc.Event.DELETE:
-            self._drop(event.kv.key)
-        else:
-            self._put(event.kv)
-
-    def raw(self, key: bytes) -> Any:
-        """etcd's key-value pair, or None if it is not known."""
-        return self._raw.get(key)
-
-    def _put(self, kv: Any) -> None:
-        known, name = self._raw.get(kv.key), kv.key.removeprefix(self._root)
-        self._raw[kv.key] = kv
-        if known is not None and known.value == kv.value:
-            return  # `seen_at` stays
-        try:
-            if name == b"decision":
-                self._values[name] = (decode(kv.value, Decision), time.monotonic_ns())
-            elif name.startswith(b"reports/"):
-                report = decode(kv.value, Report)
-                if name != b"reports/%d" % report.replica_id:
-                    raise RemoteProtocolError(f"it is of replica {report.replica_id}")
-                self._values[name] = (report, time.monotonic_ns())
-        except RemoteProtocolError as error:  # what was there before stays in force
-            log.warning("ignored the value of %s in the store: %s", kv.key.decode(errors="replace"), error)
-
-    def _drop(self, key: bytes) -> None:
-        self._raw.pop(key, None)
-        self._values.pop(key.removeprefix(self._root), None)
-
-    def view(self) -> StoreView:
-        last, seen = self._values.get(b"decision", (None, 0))
-        decision = self._raw.get(self._root + b"decision")
-        reports = {
-            value.replica_id: (value, at) for name, (value, at) in self._values.items() if name.startswith(b"reports/")
-        }
-        return StoreView(
-            last=last,
-            revision=0 if decision is None else decision.mod_revision,
-            last_seen_at=seen,
-            reports=reports,
-            dead=frozenset(Incarnation(name) for name in self._names(b"dead/")),
-            announced=frozenset(ReplicaId(int(n)) for n in self._names(b"announced/") if _NUMBER.fullmatch(n)),
-            connected=self.connected,
-        )
-
-    def _names(self, folder: bytes) -> list[str]:
-        prefix = self._root + folder
-        return [key.removeprefix(prefix).decode(errors="replace") for key in self._raw if key.startswith(prefix)]
 
 
 def _stored(got: Any, kind: type[T]) -> T:

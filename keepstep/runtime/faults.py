@@ -3,9 +3,9 @@
     kill replica=1 rank=0 step=5 phase=in_exchange [count=N] [incarnation=first|second|any] [role=worker|catching_up|any]
 
 Actions: kill (SIGKILL), stop (SIGSTOP), segv (SIGSEGV), raise (an exception at the point), exit=CODE, slow=SECONDS. Without
-`step`, in any step; with `step=5+`, from step 5 on. `count`: the N-th time that all of this fits (a chunk that arrives is one time `in_exchange`). Each fault
-fires once in a run: a file in the run directory remembers it across lives, and `faults.jsonl` tells when, with the fault's place
-and the clock of the events.
+`step`, in any step; with `step=5+`, from step 5 on. `count`: the N-th time that all of this fits (a chunk that arrives is one
+time `in_exchange`). Each fault fires once in a run: a file in the run directory remembers it across lives, and `faults.jsonl`
+tells when, with the fault's place and the clock of the events.
 
 The points are in the product, not in the tests: an operator can rehearse a failure on the real job. They cost one truth test
 when no fault was asked for. Any thread.

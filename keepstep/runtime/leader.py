@@ -40,7 +40,8 @@ from keepstep.protocol.step import (
     TellDecided,
     layout_digest,
 )
-from keepstep.runtime.etcd import EtcdStore, JobRecord, StoreView
+from keepstep.runtime.etcd import EtcdStore, JobRecord
+from keepstep.runtime.etcd_view import StoreView
 from keepstep.runtime.faults import Phase
 from keepstep.runtime.tree import ControlTree
 from keepstep.runtime.wire import encode_frame

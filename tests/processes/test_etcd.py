@@ -21,8 +21,9 @@ from keepstep.protocol.ids import FIRST_UNIT, Incarnation, QuorumId, ReplicaId, 
 from keepstep.protocol.messages import Decision, Endpoint, Kind, LedgerState, Report
 from keepstep.runtime import etcd as etcd_module
 from keepstep.runtime import etcd_server
-from keepstep.runtime.etcd import EtcdStore, JobRecord, StoreView, parse_url
+from keepstep.runtime.etcd import EtcdStore, JobRecord, parse_url
 from keepstep.runtime.etcd_server import EmbeddedEtcd
+from keepstep.runtime.etcd_view import Reading, StoreView
 
 RECORD = JobRecord(
     version="1", num_replicas=2, ranks_per_replica=1, data_fingerprint="d", layout_digest="m", token_check="t"
@@ -256,7 +257,7 @@ def test_no_event_takes_a_full_reading_back() -> None:
         return aetcd.rpc.Event(type=aetcd.rpc.Event.PUT, kv=pair(value, revision))
 
     new, old = etcd_module.encode(report(answers=2)), etcd_module.encode(report(answers=1))
-    reading = etcd_module._Reading(b"j/")
+    reading = Reading(b"j/")
     reading.replace_all([pair(new, 12)], 12)
     reading.change(event(old, 11))
     assert reading.view().reports[ReplicaId(0)][0].answers == 2

@@ -1,0 +1,107 @@
+"""What the keys of a job in etcd say, decoded as they change.
+
+A value that cannot be read is logged once and ignored; the last good one stays in force. One asyncio loop; no I/O.
+"""
+
+import logging
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from aetcd import rpc
+
+from keepstep.protocol.errors import RemoteProtocolError
+from keepstep.protocol.ids import Incarnation, ReplicaId
+from keepstep.protocol.messages import Decision, Report
+from keepstep.runtime.wire import decode
+
+log = logging.getLogger("keepstep")
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreView:
+    """What one process sees of the job. Times are this process's monotonic nanoseconds."""
+
+    last: Decision | None
+    revision: int  # of the decision's key; 0: there is none
+    last_seen_at: int
+    reports: dict[ReplicaId, tuple[Report, int]]
+    dead: frozenset[Incarnation]
+    announced: frozenset[ReplicaId]
+    connected: bool
+
+
+class Reading:
+    """The keys of one job, decoded as they change."""
+
+    def __init__(self, root: bytes) -> None:
+        self._root = root
+        self._raw: dict[bytes, Any] = {}  # etcd's key-value pairs
+        self._values: dict[bytes, tuple[Any, int]] = {}  # readable report or decision; when this version was first seen
+        self._base = 0  # the store's revision at the last full reading: no event up to it is news
+        self.newest = 0
+        self.connected = False
+
+    def replace_all(self, found: list[Any], revision: int) -> None:
+        for key in self._raw.keys() - {kv.key for kv in found}:
+            self._drop(key)
+        for kv in found:
+            self._put(kv)
+        self._base = self.newest = revision
+
+    def change(self, event: Any) -> None:
+        revision = event.kv.mod_revision
+        if revision <= self._base:
+            return
+        self.newest = revision
+        if event.type == rpc.Event.DELETE:
+            self._drop(event.kv.key)
+        else:
+            self._put(event.kv)
+
+    def raw(self, key: bytes) -> Any:
+        """etcd's key-value pair, or None if it is not known."""
+        return self._raw.get(key)
+
+    def _put(self, kv: Any) -> None:
+        known, name = self._raw.get(kv.key), kv.key.removeprefix(self._root)
+        self._raw[kv.key] = kv
+        if known is not None and known.value == kv.value:
+            return  # `seen_at` stays
+        try:
+            if name == b"decision":
+                self._values[name] = (decode(kv.value, Decision), time.monotonic_ns())
+            elif name.startswith(b"reports/"):
+                report = decode(kv.value, Report)
+                if name != b"reports/%d" % report.replica_id:
+                    raise RemoteProtocolError(f"it is of replica {report.replica_id}")
+                self._values[name] = (report, time.monotonic_ns())
+        except RemoteProtocolError as error:  # what was there before stays in force
+            log.warning("ignored the value of %s in the store: %s", kv.key.decode(errors="replace"), error)
+
+    def _drop(self, key: bytes) -> None:
+        self._raw.pop(key, None)
+        self._values.pop(key.removeprefix(self._root), None)
+
+    def view(self) -> StoreView:
+        last, seen = self._values.get(b"decision", (None, 0))
+        decision = self._raw.get(self._root + b"decision")
+        reports = {
+            value.replica_id: (value, at) for name, (value, at) in self._values.items() if name.startswith(b"reports/")
+        }
+        return StoreView(
+            last=last,
+            revision=0 if decision is None else decision.mod_revision,
+            last_seen_at=seen,
+            reports=reports,
+            dead=frozenset(Incarnation(name) for name in self._names(b"dead/")),
+            announced=frozenset(ReplicaId(int(n)) for n in self._names(b"announced/") if _NUMBER.fullmatch(n)),
+            connected=self.connected,
+        )
+
+    def _names(self, folder: bytes) -> list[str]:
+        prefix = self._root + folder
+        return [key.removeprefix(prefix).decode(errors="replace") for key in self._raw if key.startswith(prefix)]
