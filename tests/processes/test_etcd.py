@@ -7,20 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import aetcd
-import psutil
 import pytest
 
 from keepstep.protocol.errors import ConfigError, JobMismatch, StoreError
 from keepstep.protocol.ids import FIRST_UNIT, Incarnation, QuorumId, ReplicaId, Seq, Step
 from keepstep.protocol.messages import Decision, Endpoint, Kind, LedgerState, Report
 from keepstep.runtime import etcd as etcd_module
-from keepstep.runtime import etcd_server
 from keepstep.runtime.etcd import EtcdStore, JobRecord, parse_url
 from keepstep.runtime.etcd_server import EmbeddedEtcd
 from keepstep.runtime.etcd_view import Reading, StoreView
@@ -485,63 +482,9 @@ def test_nobody_there_is_a_sentence() -> None:
         asyncio.run(EtcdStore.open("etcd://127.0.0.1:9", "j", b"t", timeout=0.5))
 
 
-def test_an_etcd_that_cannot_start_says_why(tmp_path: Path) -> None:
-    (tmp_path / "data").write_text("not a directory")
-    with pytest.raises(StoreError, match="did not start"):
-        EmbeddedEtcd(tmp_path / "data", tmp_path / "log").start()
-
-
 def test_addresses() -> None:
     assert parse_url("etcd://10.0.0.1:2379/") == ("10.0.0.1", 2379)
     assert parse_url("etcd://[::1]:2379") == ("::1", 2379)
 
 
 # --- the embedded server -----------------------------------------------------------------------------------------
-
-
-def test_a_port_that_another_etcd_took_is_left_to_it(
-    server: tuple[EmbeddedEtcd, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free, taken = etcd_server._free_ports, int(server[1].rpartition(":")[2])
-    offers = iter([(taken, free()[1])])
-    monkeypatch.setattr(etcd_server, "_free_ports", lambda: next(offers, None) or free())
-    mine = EmbeddedEtcd(tmp_path / "data", tmp_path / "log")
-    try:
-        assert mine.start() != server[1]
-        assert mine.poll() is None
-    finally:
-        mine.stop()
-
-
-def test_an_etcd_outlives_the_thread_that_started_it_and_starts_again(tmp_path: Path) -> None:
-    mine = EmbeddedEtcd(tmp_path / "data", tmp_path / "log")
-    try:
-        thread = threading.Thread(target=mine.start)
-        thread.start()
-        thread.join()
-        with pytest.raises(psutil.TimeoutExpired):
-            psutil.Process(mine.pid).wait(0.5)
-        mine.stop()
-        assert mine.poll() is not None
-        next_one = EmbeddedEtcd(tmp_path / "data", tmp_path / "log")  # other ports, same data
-        next_one.start()
-        next_one.stop()
-    finally:
-        mine.stop()
-
-
-def test_etcd_dies_with_the_launcher(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from keepstep.runtime.etcd_server import EmbeddedEtcd\n"
-        f"etcd = EmbeddedEtcd(Path({str(tmp_path)!r}, 'data'), Path({str(tmp_path)!r}, 'log')); etcd.start()\n"
-        "print(etcd.pid, flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
-        try:
-            assert launcher.stdout is not None
-            etcd = psutil.Process(int(launcher.stdout.readline()))
-            assert os.getsid(etcd.pid) == etcd.pid, "a terminal's ^C does not reach it"
-        finally:
-            launcher.kill()
-    psutil.wait_procs([etcd], timeout=10)
-    assert not etcd.is_running() or etcd.status() == psutil.STATUS_ZOMBIE  # a container may have nobody who reaps
