@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,16 +25,6 @@ from keepstep.runtime.etcd_view import Reading, StoreView
 RECORD = JobRecord(
     version="1", num_replicas=2, ranks_per_replica=1, data_fingerprint="d", layout_digest="m", token_check="t"
 )
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EmbeddedEtcd, str]]:
-    folder = tmp_path_factory.mktemp("etcd")
-    etcd = EmbeddedEtcd(folder / "data", folder / "log")
-    url = etcd.start()
-    yield etcd, url
-    etcd.stop()
-    assert etcd.poll() is not None
 
 
 @pytest.fixture
