@@ -27,7 +27,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keepstep.launch.processes import Life, start_cold
+from keepstep.launch.processes import Life, how_it_ended, start_cold
+from keepstep.launch.restarts import GiveUp, History
 from keepstep.launch.settings import LaunchSettings
 from keepstep.launch.zygote import Zygote, ZygoteError
 from keepstep.protocol.errors import StoreError
@@ -43,20 +44,15 @@ EX_CONFIG, EX_NO_RESTART = 78, 93
 PR_SET_CHILD_SUBREAPER = 36
 TERM_GRACE_S = 5.0
 STRAGGLE_S = 30.0  # ranks of a replica that has begun to end
-PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
-FRUITLESS_MAX = 5
 TELL_S = 20.0
 
 
 class Replica:
     """One replica over its lives."""
 
-    def __init__(self, replica_id: int) -> None:
-        self.id = replica_id
+    def __init__(self, replica_id: int, history: History) -> None:
+        self.id, self.history = replica_id, history
         self.life: Life | None = None
-        self.lives = 0
-        self.fruitless: list[str] = []  # the last words of lives in a row that trained nothing
-        self.first_words = ""  # the last words of the first life that failed
         self.outcome = ""  # "done" or why it was given up
 
     @property
@@ -69,7 +65,7 @@ class Launcher:
 
     def __init__(self, settings: LaunchSettings) -> None:
         self.settings = settings
-        self.replicas = [Replica(i) for i in range(settings.replicas)]
+        self.replicas = [Replica(i, History(settings.max_restarts)) for i in range(settings.replicas)]
         self._events = EventLog(settings.run_dir / "events" / "launcher.jsonl", {})
         self._etcd: EmbeddedEtcd | None = None
         self._store: EtcdStore | None = None
@@ -182,11 +178,11 @@ class Launcher:
     def _start(self, replica: Replica) -> None:
         if self._stopping or replica.over:
             return
-        replica.lives += 1
+        replica.history.lives += 1
         try:
             life = Life(
                 replica_id=replica.id,
-                number=replica.lives,
+                number=replica.history.lives,
                 ranks=self.settings.ranks,
                 args=[str(self.settings.script.resolve()), *self.settings.args],
                 start=self._start_process,
@@ -228,15 +224,14 @@ class Launcher:
         )
         if self._stopping or life is not replica.life:
             return
-        if life.ended_at is None and code != 0:
-            life.ended_at = asyncio.get_running_loop().time()
-            self._say(
-                f"replica {replica.id} rank {rank} {_ended(code)}; the rest of the replica is ended, the others go on"
-            )
+        if life.failed is None and code != 0:
+            life.note_failure(rank)
+            rest = "; the rest of the replica is ended" if self.settings.ranks > 1 else ""
+            self._say(f"replica {replica.id} rank {rank} {how_it_ended(code)}{rest}; the other replicas go on")
             life.kill()
             self._tell_dead(life)
         if life.running:
-            if code == 0 and life.ended_at is None:
+            if code == 0 and life.failed is None:
                 asyncio.get_running_loop().call_later(STRAGGLE_S, self._end_stragglers, replica, life)
             return
         self._guard_says("-", life.pids)
@@ -253,47 +248,32 @@ class Launcher:
 
     def _after_life(self, replica: Replica, life: Life) -> None:
         """Every rank has ended: done, again, or never again."""
-        codes = [code for code in life.codes if code not in (0, -signal.SIGKILL)] or [c for c in life.codes if c != 0]
-        code = codes[0] if codes else 0
-        if code == 0:
-            if self._has(life, b'"event": "final"', b'"event": "over"'):
-                replica.outcome = "done"
-                self._events.emit("replica_done", {"replica": replica.id})
-                self._check_end()
-            else:
-                self._config_error(
-                    replica, f"{self.settings.script.name} ended without training: does it use keepstep.join()?"
-                )
-            return
-        if code == EX_CONFIG:
-            self._config_error(replica, life.last_words().removeprefix("keepstep: "))
-            return
-        if code == EX_NO_RESTART:
-            words = life.last_words()
-            own = words.startswith("keepstep: ")
-            self._give_up(
-                replica, words.removeprefix("keepstep: ") if own else f"exit code {EX_NO_RESTART} asks for no restart"
-            )
-            return
-        self._restart(replica, life)
+        code = 0 if life.failed is None else life.processes[life.failed].code
+        if code == 0 and self._has(life, b'"event": "final"', b'"event": "over"'):
+            replica.outcome = "done"
+            self._events.emit("replica_done", {"replica": replica.id})
+            self._check_end()
+        elif code == 0:
+            script = self.settings.script.name
+            self._config_error(replica, f"{script} ended without training: does it use keepstep.join()?")
+        elif code == EX_CONFIG:
+            self._config_error(replica, life.cause.removeprefix("keepstep: "))
+        elif code == EX_NO_RESTART:
+            own = life.cause.startswith("keepstep: ")
+            asked = f"exit code {EX_NO_RESTART} asks for no restart"
+            self._give_up(replica, life.cause.removeprefix("keepstep: ") if own else asked)
+        else:
+            self._restart(replica, life)
 
     def _restart(self, replica: Replica, life: Life) -> None:
-        replica.first_words = replica.first_words or life.last_words()
         trained = self._has(life, b'"event": "commit"')
         self._trained = self._trained or trained
-        replica.fruitless = [] if trained else [*replica.fruitless, life.last_words()]
-        same = len(replica.fruitless) >= (3 if self._trained else 2) and len(set(replica.fruitless[-2:])) == 1
-        if all(code in (0, -signal.SIGKILL) for code in life.codes):
-            same = False  # it was killed: what it said last is not why
-        if same or len(replica.fruitless) >= FRUITLESS_MAX:
-            times = len(replica.fruitless)
-            self._give_up(replica, f"{times} lives in a row ended before they had trained a step: {life.last_words()}")
-        elif replica.lives > self.settings.max_restarts:
-            self._give_up(replica, f"it has been restarted {self.settings.max_restarts} times (--max-restarts)")
+        answer = replica.history.after(life.cause, killed=life.killed, trained=trained, job_has_trained=self._trained)
+        if isinstance(answer, GiveUp):
+            self._give_up(replica, answer.reason)
         else:
-            pause = PAUSES_S[min(len(replica.fruitless), len(PAUSES_S) - 1)]
-            self._events.emit("restart", {"replica": replica.id, "pause_s": pause})
-            asyncio.get_running_loop().call_later(pause, self._start, replica)
+            self._events.emit("restart", {"replica": replica.id, "pause_s": answer.pause_s})
+            asyncio.get_running_loop().call_later(answer.pause_s, self._start, replica)
 
     def _config_error(self, replica: Replica, sentence: str) -> None:
         self._trained = self._trained or any(r.life and self._has(r.life, b'"event": "commit"') for r in self.replicas)
@@ -305,8 +285,7 @@ class Launcher:
             self._end(EX_CONFIG)
 
     def _give_up(self, replica: Replica, reason: str) -> None:
-        if replica.first_words and replica.first_words not in reason:
-            reason = f"{reason} (its first failure said: {replica.first_words})"
+        reason = replica.history.give_up(reason).reason
         replica.outcome = reason
         self._events.emit("gave_up", {"replica": replica.id, "reason": reason})
         self._say(f"replica {replica.id} is given up: {reason}")
@@ -420,12 +399,6 @@ def _children() -> list[int]:
         with contextlib.suppress(OSError):  # the thread has ended
             found += [int(pid) for pid in (task / "children").read_text().split()]
     return found
-
-
-def _ended(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"exited with code {code}"
 
 
 def launch(settings: LaunchSettings) -> int:

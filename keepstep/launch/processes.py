@@ -140,7 +140,9 @@ class Life:
         self.incarnation = Incarnation(secrets.token_hex(8))
         self.started = asyncio.get_running_loop().time()
         self.processes: list[RankProcess] = []
-        self.ended_at: float | None = None
+        self.failed: int | None = None  # the rank that failed first
+        self.killed = False  # by a signal
+        self.cause = ""  # why, in words: what it said last
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         host, port = listener.getsockname()
         try:
@@ -190,10 +192,17 @@ class Life:
         for process in self.processes:
             process.kill(how)
 
-    def last_words(self) -> str:
-        """The last line that the rank which failed first has said."""
-        failed = [p for p in self.processes if p.code not in (0, None)] or self.processes
-        spoken = [p for p in failed if p.code != -signal.SIGKILL and p.output.last] or [
-            p for p in failed if p.output.last
-        ]
-        return spoken[0].output.last[-1] if spoken else ""
+    def note_failure(self, rank: int) -> None:
+        """`rank` is the first to have failed; the others only follow."""
+        process = self.processes[rank]
+        code, last = process.code, process.output.last
+        self.failed = rank
+        self.killed = code is not None and code < 0
+        self.cause = f"rank {rank} {how_it_ended(code)}" if self.killed or not last else last[-1]
+
+
+def how_it_ended(code: int | None) -> str:
+    """An exit code in words."""
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"

@@ -11,6 +11,7 @@
     ├── TransferError          state could not be fetched from anyone. Recoverable: start over as a fresh process
     ├── StoreError             the store is unreachable or refused us
     ├── JobOver                the job has ended while this process was away; nothing is left to do
+    ├── ReplicaLost            another rank of this replica is gone
     ├── NoStateLeft            no living replica holds a state of the job and there is no checkpoint
     └── InvariantViolation     the impossible happened: crash this replica loudly, restart is well tested
 
@@ -84,6 +85,10 @@ class JobOver(KeepstepError):
 
 class NoStateLeft(KeepstepError):
     """Nobody alive holds a state of the job's history, and there is no checkpoint to restore."""
+
+
+class ReplicaLost(KeepstepError):
+    """Another rank of this replica is gone: nothing is left to do here but to make room for the replica's next life."""
 
 
 class InvariantViolation(KeepstepError):

@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 from keepstep.ports import EventSink, ExchangeBuffer, StateSource
 from keepstep.protocol import catch_up as rank_effects
 from keepstep.protocol.catch_up import Apply, LoadState, Order, RankMachine
-from keepstep.protocol.errors import InvariantViolation, KeepstepError, LocalProtocolError, TransferError
-from keepstep.protocol.ids import LEADER, Seq
+from keepstep.protocol.errors import InvariantViolation, LocalProtocolError, ReplicaLost, TransferError
+from keepstep.protocol.ids import LEADER
 from keepstep.protocol.messages import Endpoint, Hello, LedgerState, Policy, StateName, Upward, Verdict, Vote
 from keepstep.protocol.step import StepSettings
+from keepstep.runtime.attempts import Attempts
 from keepstep.runtime.engine import Engine
 from keepstep.runtime.environment import Environment
 from keepstep.runtime.etcd import EtcdStore, JobRecord
@@ -32,7 +33,8 @@ from keepstep.runtime.faults import Faults, Phase
 from keepstep.runtime.handshake import Identity
 from keepstep.runtime.leader import LeaderShell
 from keepstep.runtime.ring import EngineSettings, RingBroken, RingReady, StepDone, StepFailed
-from keepstep.runtime.state_http import FetchedState, FetchHandle, StateFetcher, StateServer
+from keepstep.runtime.state_fetcher import FetchedState, FetchHandle, StateFetcher
+from keepstep.runtime.state_server import StateServer
 from keepstep.runtime.tree import ControlTree
 from keepstep.runtime.wire import decode_frame, encode_frame
 
@@ -90,11 +92,7 @@ class RankRuntime:
         self._fetch: FetchHandle | None = None
         self._fetched: FetchedState | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lock = threading.Lock()  # guards the four below: main thread and control loop
-        self._current: tuple[Seq, int] | None = None  # decision and attempt whose buckets go to the engine
-        self._buffers: dict[int, ExchangeBuffer] = {}  # of attempt `_buffers_of`
-        self._buffers_of = 0
-        self._reduced: dict[Seq, tuple[ExchangeBuffer, ...]] = {}
+        self._attempts = Attempts()
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -220,14 +218,7 @@ class RankRuntime:
         engine, plane = self._engine, self._plane
         assert engine is not None
         assert plane is not None
-        with self._lock:
-            if attempt != self._buffers_of:
-                if attempt < self._buffers_of:
-                    return
-                self._buffers, self._buffers_of = {}, attempt
-            self._buffers[exchange] = buffer
-            if self._current is not None and self._current[1] == attempt:
-                engine.submit(self._current[0], exchange, buffer)
+        self._attempts.submit(engine, attempt, exchange, buffer)
         if exchange == plane.exchanges - 1:
             self.fault(Phase.AFTER_LAST_BUCKET)
 
@@ -308,9 +299,7 @@ class RankRuntime:
     def _on_down(self, common: bytes, own: bytes | None) -> None:
         message = decode_frame(own or common)
         if isinstance(message, Verdict) and not message.commit:
-            with self._lock:
-                self._current = None
-                self._reduced.pop(message.seq, None)
+            self._attempts.drop(message.seq)
         self._run(lambda machine: machine.on_message(message))  # type: ignore[arg-type]
 
     def _on_up(self, rank: int, payload: bytes) -> None:
@@ -321,7 +310,7 @@ class RankRuntime:
 
     def _on_lost(self, rank: int, reason: str) -> None:
         if not self._closing and not (self._machine is not None and self._machine.left):
-            self._fail(KeepstepError(f"the control link to rank {rank} of this replica is lost: {reason}"))
+            self._fail(ReplicaLost(f"the control link to rank {rank} of this replica is lost: {reason}"))
 
     def _from_engine(self, event: object) -> None:
         try:
@@ -406,28 +395,13 @@ class RankRuntime:
         assert plane is not None
         engine.begin(effect.seq, effect.quorum_id, plane.exchanges)
         if effect.attempt is None:
-            zeros = tuple(plane.zero_contribution())
-            with self._lock:
-                self._current = None
-                self._reduced[effect.seq] = zeros
-            for exchange, buffer in enumerate(zeros):
-                engine.submit(effect.seq, exchange, buffer)
-            return
-        with self._lock:
-            self._current = (effect.seq, effect.attempt)
-            if self._buffers_of == effect.attempt:
-                for exchange, buffer in sorted(self._buffers.items()):
-                    engine.submit(effect.seq, exchange, buffer)
+            self._attempts.run_zeros(engine, effect.seq, tuple(plane.zero_contribution()))
+        else:
+            self._attempts.run(engine, effect.seq, effect.attempt)
 
     def _give(self, order: Order) -> None:
         if isinstance(order, Apply):
-            seq = order.decision.seq
-            with self._lock:
-                reduced = self._reduced.pop(seq, None)
-                if reduced is None:  # our own attempt was exchanged
-                    reduced = tuple(buffer for _, buffer in sorted(self._buffers.items()))
-                self._current = None
-            self._orders.put(Given(order=order, reduced=reduced))
+            self._orders.put(Given(order=order, reduced=self._attempts.take(order.decision.seq)))
         elif isinstance(order, LoadState):
             fetched, self._fetched = self._fetched, None
             assert fetched is not None
@@ -466,10 +440,7 @@ class RankRuntime:
             self._fetch.cancel()
         self._fetch = self._fetched = None
         running = self._machine.running if self._machine is not None else None
-        with self._lock:
-            self._reduced = {
-                seq: kept for seq, kept in self._reduced.items() if running is not None and seq == running.seq
-            }
+        self._attempts.drop_all_but(running.seq if running is not None else None)
 
 
 def _exit_hard(error: BaseException) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from keepstep.protocol.errors import ConfigError, JobOver, NoStateLeft
+from keepstep.protocol.errors import ConfigError, JobOver, NoStateLeft, ReplicaLost
 from keepstep.protocol.ids import LEADER, Incarnation
 from keepstep.runtime.environment import Environment
 from keepstep.runtime.event_log import EventLog
@@ -97,6 +97,9 @@ def join() -> Iterator[Job]:
         raise SystemExit(EX_CONFIG) from None
     except JobOver as over:
         print(f"keepstep: {over}", file=sys.stderr, flush=True)
+    except ReplicaLost as error:  # this rank is not to blame: its replica is being rebuilt
+        print(f"keepstep: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
     except NoStateLeft as error:
         print(f"keepstep: {error}", file=sys.stderr, flush=True)
         raise SystemExit(EX_NO_RESTART) from None

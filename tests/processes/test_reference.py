@@ -59,11 +59,11 @@ def test_a_disturbed_run_has_the_bits_of_an_undisturbed_process(
     tmp_path: Path, replicas: int, ranks: int, options: list[str]
 ) -> None:
     torch.set_num_threads(1)
-    text = ("--steps", "60", "--step-seconds", "0.05", *options)
+    text = ("--steps", "120", "--step-seconds", "0.05", *options)
     result = run(
         tmp_path, "--replicas", str(replicas), "--ranks-per-replica", str(ranks),
         "--fault", "kill replica=1 rank=0 step=6 phase=in_exchange",
-        "--fault", "kill replica=0 rank=0 step=40 phase=optimizer_step",
+        "--fault", "kill replica=1 rank=0 phase=backward incarnation=second",
         args=text,
     )  # fmt: skip
     check(result, replicas)

@@ -16,7 +16,9 @@ import pytest
 from keepstep.protocol.errors import TransferError
 from keepstep.protocol.ids import ReplicaId, Seq, Step
 from keepstep.protocol.messages import StateName
-from keepstep.runtime.state_http import FetchedState, StateFetcher, StateServer
+from keepstep.runtime import state_fetcher
+from keepstep.runtime.state_fetcher import FetchedState, StateFetcher
+from keepstep.runtime.state_server import StateServer
 
 STATE = StateName(step=Step(3), lineage=Seq(7))
 CONTENT = b"".join(hashlib.sha256(bytes([i & 255, i >> 8])).digest() for i in range(1 << 16)) * 10  # 20 MB
@@ -135,13 +137,11 @@ def test_sources_that_do_not_hold_it_are_left_out(world: Fixture) -> None:
 
 
 def test_damaged_bytes_are_not_taken(world: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    import keepstep.runtime.state_http as module
-
-    real = module.xxhash.xxh3_64_hexdigest
+    real = state_fetcher.xxhash.xxh3_64_hexdigest
     good, bad = world.serve(Source()), world.serve(Source())
     calls = iter(range(10**6))
     monkeypatch.setattr(  # one of the first few checksums is wrong, as if a bit had flipped on the way
-        module.xxhash, "xxh3_64_hexdigest", lambda body: "0" * 16 if next(calls) == 4 else real(body)
+        state_fetcher.xxhash, "xxh3_64_hexdigest", lambda body: "0" * 16 if next(calls) == 4 else real(body)
     )
     assert bytes(world.fetch(good, bad).data) == CONTENT
 

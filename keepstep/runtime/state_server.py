@@ -1,0 +1,114 @@
+"""Serves this rank's part of the states it holds; see `runtime.state_http` for the conversation."""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import xxhash
+from aiohttp import web
+
+from keepstep.ports import StateSource
+from keepstep.protocol.ids import Seq, Step
+from keepstep.protocol.messages import StateName
+from keepstep.runtime.state_http import AUTH, CHECKSUM, PROOF, STOP_S, LoopThread, Signer
+
+log = logging.getLogger("keepstep")
+
+MAX_RANGE = 64 << 20
+READERS = 8
+
+
+class StateServer:
+    """Serves one rank's part. `start`, then `port`; `stop` ends it in bounded time."""
+
+    def __init__(
+        self,
+        source: StateSource,
+        *,
+        host: str,
+        part: str,
+        token: bytes,
+        fault: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self._source, self._host, self._fault = source, host, fault
+        self._signer = Signer(part, token)
+        self._thread: LoopThread | None = None
+        self._runner: web.AppRunner | None = None
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="keepstep-state")
+        self.port = 0
+
+    def start(self) -> None:
+        self._thread = LoopThread("keepstep-state-server")
+        self._thread.call(self._start(), STOP_S)
+
+    async def _start(self) -> None:
+        app = web.Application()
+        app.router.add_get(r"/state/{step:\d+}/{lineage:\d+}/manifest", self._manifest)
+        app.router.add_get(r"/state/{step:\d+}/{lineage:\d+}/bytes", self._bytes)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, 0, backlog=256)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    def stop(self) -> None:
+        if self._thread is None:
+            return
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            self._thread.call(self._stop(), STOP_S)
+        except TimeoutError:
+            log.warning("the state server did not stop in %.0f s", STOP_S)
+        self._thread.end()
+        self._thread = None
+
+    async def _stop(self) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    def _nonce(self, request: web.Request) -> str | None:
+        """The nonce of a caller who holds the token, or None."""
+        nonce, _, proof = request.headers.get(AUTH, "").partition(":")
+        if nonce and hmac.compare_digest(proof.encode(), self._signer.request(request.path_qs, nonce).encode()):
+            return nonce
+        log.warning("refused %s to %s: it does not hold the job token", request.path, request.remote)
+        return None
+
+    async def _manifest(self, request: web.Request) -> web.Response:
+        state = _state_of(request)
+        return await self._answer(request, lambda: self._source.manifest(state))
+
+    async def _bytes(self, request: web.Request) -> web.Response:
+        state = _state_of(request)
+        try:
+            lo, hi = int(request.query["lo"]), int(request.query["hi"])
+        except (KeyError, ValueError):
+            return web.Response(status=400, text="lo and hi must be whole numbers")
+        if not 0 <= lo < hi or hi - lo > MAX_RANGE:
+            return web.Response(status=400, text=f"0 <= lo < hi and at most {MAX_RANGE} bytes, please")
+        return await self._answer(request, lambda: self._source.read(state, lo, hi))
+
+    async def _answer(self, request: web.Request, read: Callable[[], bytes | None]) -> web.Response:
+        nonce = self._nonce(request)
+        if nonce is None:
+            return web.Response(status=401, text="this job's token is needed")
+
+        def work() -> tuple[bytes, str] | None:
+            self._fault("range")
+            body = read()
+            return None if body is None else (body, xxhash.xxh3_64_hexdigest(body))
+
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except TimeoutError:
+            return web.Response(status=503, text="not reached yet")
+        if found is None:
+            return web.Response(status=410, text="this state is not held here (any more)")
+        body, checksum = found
+        return web.Response(body=body, headers={CHECKSUM: checksum, PROOF: self._signer.answer(nonce, checksum)})
+
+
+def _state_of(request: web.Request) -> StateName:
+    return StateName(step=Step(int(request.match_info["step"])), lineage=Seq(int(request.match_info["lineage"])))
