@@ -130,13 +130,15 @@ class Gloo(Scripts):
 
 
 class Torchft(Scripts):
+    """With join_timeout_ms=100, its default, three replicas on this model never form a quorum of three: they take turns."""
+
     name, script = "torchft", "kill_torchft.py"
     heartbeat_ms = 5000  # the lighthouse's default
 
     def start(self) -> None:
         code = (
             "from torchft.coordination import LighthouseServer as L; import sys, threading; "
-            f"l = L(bind='127.0.0.1:0', min_replicas=1, join_timeout_ms=100, heartbeat_timeout_ms={self.heartbeat_ms}); "
+            f"l = L(bind='127.0.0.1:0', min_replicas=1, join_timeout_ms=10000, heartbeat_timeout_ms={self.heartbeat_ms}); "
             "print(l.address(), flush=True); threading.Event().wait()"
         )
         self.lighthouse = subprocess.Popen(

@@ -48,7 +48,7 @@ class StateSource(Protocol):
         """JSON that describes the byte space (at least `{"total": nbytes}`), or None if the state is not held."""
         ...
 
-    def read(self, state: StateName, lo: int, hi: int) -> bytes | None:
+    def read(self, state: StateName, lo: int, hi: int) -> bytes | bytearray | None:
         """A copy of bytes [lo, hi), consistent with `manifest`, or None if the state is no longer held."""
         ...
 

@@ -16,6 +16,7 @@ from keepstep.protocol.errors import TransferError
 from keepstep.protocol.ids import ReplicaId
 from keepstep.protocol.messages import StateName
 from keepstep.protocol.transfer import Range, Transfer
+from keepstep.runtime.memory import big_buffer
 from keepstep.runtime.state_http import AUTH, CHECKSUM, PROOF, STOP_S, LoopThread, Signer
 
 log = logging.getLogger("keepstep")
@@ -38,7 +39,7 @@ class FetchedState:
 
     state: StateName
     manifest: bytes
-    data: bytearray
+    data: memoryview
     bytes_from: Mapping[ReplicaId, int]
 
 
@@ -129,8 +130,8 @@ class StateFetcher:
             manifest = await self._any_manifest(session, state, sources)
             total = _total_of(manifest)
             try:
-                data = bytearray(total)
-            except MemoryError:
+                data = big_buffer(total)
+            except (MemoryError, OSError):
                 raise TransferError(f"there is no memory for the {total} bytes of state {state.step}") from None
             size = RANGE_BYTES if throttle is None else max(1024, min(RANGE_BYTES, int(throttle / 8)))
             transfer = Transfer(total, [s[0] for s in sources], range_bytes=size)
@@ -210,7 +211,7 @@ class _Stripes:
         session: aiohttp.ClientSession,
         state: StateName,
         transfer: Transfer,
-        data: bytearray,
+        data: memoryview,
         throttle: float | None,
     ) -> None:
         self._fetcher, self._session, self._state = fetcher, session, state

@@ -90,12 +90,12 @@ class StateServer:
             return web.Response(status=400, text=f"0 <= lo < hi and at most {MAX_RANGE} bytes, please")
         return await self._answer(request, lambda: self._source.read(state, lo, hi))
 
-    async def _answer(self, request: web.Request, read: Callable[[], bytes | None]) -> web.Response:
+    async def _answer(self, request: web.Request, read: Callable[[], bytes | bytearray | None]) -> web.Response:
         nonce = self._nonce(request)
         if nonce is None:
             return web.Response(status=401, text="this job's token is needed")
 
-        def work() -> tuple[bytes, str] | None:
+        def work() -> tuple[bytes | bytearray, str] | None:
             self._fault("range")
             body = read()
             return None if body is None else (body, xxhash.xxh3_64_hexdigest(body))

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from keepstep.protocol.errors import ConfigError, InvariantViolation
 from keepstep.protocol.messages import StateName
 from keepstep.protocol.rangeset import RangeSet
+from keepstep.runtime.memory import Spares
 from keepstep.training.buckets import like, local
 
 ALIGN = 64
@@ -90,9 +91,9 @@ def _raw(flat: torch.Tensor) -> Any:
 class _Frozen:
     """What was copied aside of a state that has been overwritten since."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.data = np.empty(layout.total, np.uint8)  # pages are only taken where we write
+    def __init__(self, layout: Layout, buffer: memoryview) -> None:
+        self.layout, self.buffer = layout, buffer
+        self.data = np.frombuffer(buffer, np.uint8)
         self.valid = RangeSet()
 
 
@@ -117,6 +118,7 @@ class TrainingState:
         self._wanted: frozenset[StateName] = frozenset()
         self._frozen: dict[StateName, _Frozen] = {}
         self._reached = -1  # the newest step whose state the tensors have held
+        self._spares = Spares()
         self._let_go: set[StateName] = set()  # wanted, but a copy would have been too large
         self._closed = False
         self.copied_bytes = 0  # in all, for the events
@@ -182,7 +184,7 @@ class TrainingState:
             frozen = self._frozen.get(state)
             return (frozen.layout if frozen else self._live_layout()[0]).to_json()
 
-    def read(self, state: StateName, lo: int, hi: int) -> bytes | None:
+    def read(self, state: StateName, lo: int, hi: int) -> bytes | bytearray | None:
         with self._changed:
             if not self._await(state):
                 return None
@@ -191,10 +193,10 @@ class TrainingState:
                 if not frozen.valid.covers(lo, hi):
                     return None  # it was read before the write, and is gone
                 return frozen.data[lo:hi].tobytes()
-            out = np.zeros(hi - lo, np.uint8)
-            self._copy_live(out, lo, hi)
+            out = bytearray(hi - lo)
+            self._copy_live(np.frombuffer(out, np.uint8), lo, hi)
             self._read.add(lo, hi)
-            return out.tobytes()
+            return out
 
     def _await(self, state: StateName) -> bool:
         """Waits for a state that we have not reached yet; False if it is past, TimeoutError if that takes long.
@@ -227,7 +229,9 @@ class TrainingState:
             self._wanted = states
             self._let_go &= states
             for gone in self._frozen.keys() - states:
-                del self._frozen[gone]
+                self._spares.give(self._frozen.pop(gone).buffer)
+            if self._live in states and self.copy_bytes_max:
+                self._spares.prepare(min(self._live_layout()[0].total, self.copy_bytes_max))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -247,7 +251,7 @@ class TrainingState:
                 gaps = self._read.missing(layout.total)
                 size = sum(hi - lo for lo, hi in gaps)
                 if size <= self.copy_bytes_max:
-                    frozen = self._frozen[self._live] = _Frozen(layout)
+                    frozen = self._frozen[self._live] = _Frozen(layout, self._spares.take(layout.total))
                     for lo, hi in gaps:
                         self._copy_live(frozen.data[lo:hi], lo, hi)
                         frozen.valid.add(lo, hi)

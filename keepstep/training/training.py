@@ -290,7 +290,9 @@ class Training:
             self.state.after_write(decision.start)
         if self.state.live != decision.start:
             raise InvariantViolation(f"decision {decision.seq} starts from {decision.start}, we hold {self.state.live}")
+        started = time.monotonic()
         copied = self.state.before_write()
+        copy_s = time.monotonic() - started
         weight, loss = self.buckets.to_gradients([buffer.target for buffer in given.reduced])  # type: ignore[attr-defined]
         if weight:
             self._optimize(decision)
@@ -301,7 +303,7 @@ class Training:
         if own is not None:
             own.committed, own.loss = True, loss
             own.members = tuple(m.replica_id for m in decision.members)
-        self._emit_commit(decision, loss, weight, copied)
+        self._emit_commit(decision, loss, weight, copied, copy_s)
 
     def _optimize(self, decision: Decision) -> None:
         if self.max_grad_norm is not None:
@@ -353,7 +355,7 @@ class Training:
         text = ",".join(str(int(p)) for p in parts) + str(self.ledger)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _emit_commit(self, decision: Decision, loss: float, weight: float, copied: int) -> None:
+    def _emit_commit(self, decision: Decision, loss: float, weight: float, copied: int, copy_s: float) -> None:
         now = time.monotonic()
         took, self._committed_at = now - self._committed_at, now
         if not self.job.is_leader:
@@ -371,4 +373,5 @@ class Training:
             step_time_s=took,
             role=me.role.value if me is not None else None,
             copied_bytes=copied,
+            copy_s=copy_s,
         )
