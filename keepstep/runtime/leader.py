@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from keepstep.protocol import quorum
 from keepstep.protocol.errors import JobMismatch, KeepstepError, NoStateLeft, StoreError
@@ -47,6 +47,7 @@ from keepstep.runtime.tree import ControlTree
 from keepstep.runtime.wire import encode_frame
 
 log = logging.getLogger("keepstep")
+T = TypeVar("T")
 
 LINK_GRACE_S = (
     0.4  # a dead member's links tell sooner, and let an exchange end that can; only what they miss waits for this
@@ -128,9 +129,9 @@ class LeaderShell:
             self.machine.settings,
             [self._hellos[Rank(r)] for r in range(self.machine.settings.size)],
         )
-        await self._store.claim_job(self._record(layout_digest(ranks)))
-        endpoints = tuple(hello.endpoint for hello in ranks)
-        await self._store.put_endpoints(settings.replica_id, settings.incarnation, endpoints)
+        record, endpoints = self._record(layout_digest(ranks)), tuple(hello.endpoint for hello in ranks)
+        await self._persist(lambda: self._store.claim_job(record))
+        await self._persist(lambda: self._store.put_endpoints(settings.replica_id, settings.incarnation, endpoints))
         for hello in ranks:
             self._carry_out(lambda hello=hello: self.machine.on_message(hello))  # type: ignore[misc]
 
@@ -139,10 +140,13 @@ class LeaderShell:
             return
         self._view = view
         last = view.last
-        if last is not None:
-            self._carry_out(lambda: self.machine.on_decision(last))
-        self._watch_members(view)
-        self._decide()
+        try:
+            if last is not None:
+                self._carry_out(lambda: self.machine.on_decision(last))
+            self._watch_members(view)
+            self._decide()
+        except Exception as error:  # noqa: BLE001  (top of a callback: a bug, end the rank with it)
+            self._on_fatal(error)
 
     def _watch_members(self, view: StoreView) -> None:
         """Members that the launcher saw die or whose lease ran out: if no link tells in a moment, the ring is broken by hand."""
@@ -205,7 +209,10 @@ class LeaderShell:
         )
         tables: dict[tuple[ReplicaId, Incarnation], tuple[Endpoint, ...]] = {}
         for m in decision.members:
-            tables[m.replica_id, m.incarnation] = await self._store.get_endpoints(m.replica_id, m.incarnation)
+            who = m.replica_id, m.incarnation
+            table = await self._persist(lambda who=who: self._store.get_endpoints(*who))  # type: ignore[misc]
+            assert table is not None
+            tables[who] = table
         parts: dict[int, bytes] = {}
         for rank in range(self.machine.settings.size):
             peers = tuple(Peer(replica_id=r, incarnation=i, endpoint=table[rank]) for (r, i), table in tables.items())
@@ -223,12 +230,17 @@ class LeaderShell:
                 continue
             step = report.state.step if report.state else 0
             self._fault(Phase.BEFORE_REPORT, step)
-            await self._retry_store(lambda report=report: self._store.put_report(report))  # type: ignore[misc]
+            await self._persist(
+                lambda report=report: self._store.put_report(report),  # type: ignore[misc]
+                until=self._report_wanted.is_set,
+            )
             self._report_written = report
             self._fault(Phase.WAITING_DECISION, step)
 
-    async def _retry_store(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Repeats a store call while the store is away; newer reports supersede."""
+    async def _persist(
+        self, call: Callable[[], Coroutine[Any, Any, T]], until: Callable[[], bool] = lambda: False
+    ) -> T | None:
+        """Repeats a store call while the store is away, or until there is something newer to say."""
         said = False
         while True:
             try:
@@ -238,7 +250,7 @@ class LeaderShell:
                     log.warning("the store is away, training waits for it: %s", error)
                     said = True
                 await asyncio.sleep(0.1)  # a back-off, not a wait for a condition: nothing tells us when it is back
-                if self._report_wanted.is_set():
+                if until():
                     return None
 
     # --- deciding ---------------------------------------------------------------------------------------------

@@ -1,15 +1,26 @@
-"""Fetches this rank's part of a state from the same rank of other replicas; see `runtime.state_http` for the conversation."""
+"""Fetches this rank's part of a state from the same rank of other replicas; see `runtime.state_http` for the conversation.
 
-import asyncio
+One thread a request under way, reading straight from the socket into a staging buffer that stays warm: a recovering replica
+shares its CPU with training (its zeros must flow), so the fetch should cost little more than the kernel's copy. Each verified
+range is copied once, into its place.
+
+    fetch ──> manifest from whoever answers first ──> ranges from everybody (protocol.transfer) ──> on_done
+
+`on_done` and `fault` are called from the fetch's threads. Cancelling shuts the connections, so that no thread waits for a peer.
+"""
+
+import contextlib
 import hmac
+import http.client
 import json
 import logging
 import secrets
+import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import aiohttp
 import xxhash
 
 from keepstep.protocol.errors import TransferError
@@ -17,7 +28,7 @@ from keepstep.protocol.ids import ReplicaId
 from keepstep.protocol.messages import StateName
 from keepstep.protocol.transfer import Range, Transfer
 from keepstep.runtime.memory import big_buffer
-from keepstep.runtime.state_http import AUTH, CHECKSUM, PROOF, STOP_S, LoopThread, Signer
+from keepstep.runtime.state_http import AUTH, CHECKSUM, PROOF, STOP_S, Signer
 
 log = logging.getLogger("keepstep")
 
@@ -27,7 +38,6 @@ RANGE_BYTES = 4 << 20
 PER_SOURCE = 2  # requests under way to one source, so that it can read while the other travels
 SILENT_S = 6.0  # a source answers within two seconds, if only to say "not yet"
 NOT_YET_S = 120.0  # a source may take so long to reach the state that it was named for
-CONNECT_S = 5.0
 
 Source = tuple[ReplicaId, str, int]
 """A replica, and the host and port where the same rank of it serves."""
@@ -47,35 +57,152 @@ class _Refused(Exception):
     """A source did not give what was asked for, in words."""
 
 
-class _NotYet(Exception):
-    """The source will hold the state in a moment."""
+class _Cancelled(Exception):
+    """Nobody wants the state any more."""
+
+
+class _Connection:
+    """One thread's connection to one source."""
+
+    def __init__(self, source: Source, signer: Signer, fetch: "FetchHandle") -> None:
+        self._replica, host, port = source
+        self._signer, self._fetch = signer, fetch
+        self._http = http.client.HTTPConnection(host, port, timeout=SILENT_S)
+
+    def get(self, path: str, target: memoryview | None, limit: int) -> bytes | memoryview:
+        """One verified answer: in `target`, or in bytes of its own if that is None. Raises _Refused."""
+        deadline = time.monotonic() + NOT_YET_S
+        while time.monotonic() < deadline:
+            self._fetch.check()
+            try:
+                body = self._ask(path, target, limit)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                self._fetch.check()  # we may have shut the connection ourselves
+                raise _Refused(f"replica {self._replica}: {error or type(error).__name__}") from None
+            if body is not None:
+                return body
+        raise _Refused(f"replica {self._replica} did not reach the state in {NOT_YET_S:.0f} s")
+
+    def _ask(self, path: str, target: memoryview | None, limit: int) -> bytes | memoryview | None:
+        """None: not yet."""
+        nonce = secrets.token_hex(16)
+        self._http.request("GET", path, headers={AUTH: f"{nonce}:{self._signer.request(path, nonce)}"})
+        response = self._http.getresponse()
+        if response.status != 200:
+            text = response.read(200).decode(errors="replace")
+            response.read()
+            if response.status == 503:
+                return None
+            raise _Refused(f"replica {self._replica} answered {response.status}: {text}")
+        length = response.length
+        if length is None or length > limit or (target is not None and length != len(target)):
+            raise _Refused(f"replica {self._replica} sent {length} bytes instead of {limit}")
+        body = response.read() if target is None else _read_into(response, target)
+        checksum = response.headers.get(CHECKSUM, "")
+        proof = response.headers.get(PROOF, "")
+        if not hmac.compare_digest(proof.encode(), self._signer.answer(nonce, checksum).encode()):
+            raise _Refused(f"replica {self._replica} does not hold the job token")
+        if xxhash.xxh3_64_hexdigest(body) != checksum:
+            raise _Refused(f"replica {self._replica}: its bytes failed their checksum")
+        return body
+
+    def shut(self) -> None:
+        """Wakes whoever reads from it. Any thread."""
+        sock = self._http.sock
+        if sock is not None:
+            with contextlib.suppress(OSError):  # it is gone already
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _read_into(response: http.client.HTTPResponse, target: memoryview) -> memoryview:
+    at = 0
+    while at < len(target):
+        got = response.readinto(target[at:])
+        if not got:
+            raise http.client.IncompleteRead(b"", len(target) - at)
+        at += got
+    return target
 
 
 class FetchHandle:
-    """A fetch under way."""
+    """A fetch under way: the state that is shared by its threads."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._task: asyncio.Task[None] | None = None
-        self.cancelled = False
+    def __init__(self, state: StateName, sources: Sequence[Source], signer: Signer, throttle: float | None) -> None:
+        self.state, self.sources, self.throttle = state, sources, throttle
+        self._signer = signer
+        self.changed = threading.Condition()
+        self._gone = threading.Event()
+        self._connections: list[_Connection] = []
+        self.threads: list[threading.Thread] = []
+        self.error: Exception | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        return self._gone.is_set()
 
     def cancel(self) -> None:
         """It ends soon, and `on_done` isn't called any more (unless it is being called right now). Any thread."""
-        self.cancelled = True
-        self._loop.call_soon_threadsafe(self._end)
+        self._gone.set()
+        with self.changed:
+            for connection in self._connections:
+                connection.shut()
+            self.changed.notify_all()
 
-    def _end(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+    def check(self) -> None:
+        if self.cancelled:
+            raise _Cancelled
+
+    def pause(self, seconds: float) -> None:
+        """Sleeps, unless cancelled."""
+        self._gone.wait(seconds)
+        self.check()
+
+    def connect(self, source: Source) -> _Connection:
+        connection = _Connection(source, self._signer, self)
+        with self.changed:
+            self._connections.append(connection)
+        return connection
+
+    def spawn(self, work: Callable[[], None]) -> None:
+        """A thread of this fetch; what it raises ends the fetch."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except _Cancelled:
+                pass
+            except Exception as error:  # noqa: BLE001  (top of a thread: the coordinator reports it)
+                self.error = error
+            finally:
+                with self.changed:
+                    self.changed.notify_all()
+
+        thread = threading.Thread(target=guarded, name="keepstep-fetch", daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def close_connections(self) -> None:
+        with self.changed:
+            connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.shut()
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join(STOP_S)
+        for connection in connections:
+            connection.close()
 
 
 class StateFetcher:
-    """Fetches this rank's part of states from the same rank of other replicas."""
+    """Fetches states for one rank."""
 
     def __init__(self, *, part: str, token: bytes, fault: Callable[[str], None] = lambda what: None) -> None:
         self._signer, self._fault = Signer(part, token), fault
-        self._thread = LoopThread("keepstep-state-fetcher")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._lock = threading.Lock()
+        self._running: dict[FetchHandle, threading.Thread] = {}
 
     def fetch(
         self,
@@ -86,188 +213,139 @@ class StateFetcher:
         throttle_bytes_per_s: float | None = None,
     ) -> FetchHandle:
         """Starts fetching `state`; `on_done` gets the verified bytes or why they cannot be had."""
-        handle = FetchHandle(self._thread.loop)
-
-        async def run() -> None:
-            result: FetchedState | TransferError
-            try:
-                result = await self._fetch(state, sources, throttle_bytes_per_s)
-            except TransferError as error:
-                result = error
-            except Exception as error:
-                log.exception("fetching state %d failed", state.step)
-                result = TransferError(f"state {state.step} cannot be had: {type(error).__name__}: {error}")
-            if not handle.cancelled:
-                on_done(result)
-
-        def start() -> None:
-            handle._task = self._thread.loop.create_task(run())
-            self._tasks.add(handle._task)
-            handle._task.add_done_callback(self._tasks.discard)
-            if handle.cancelled:
-                handle._end()
-
-        self._thread.loop.call_soon_threadsafe(start)
+        handle = FetchHandle(state, sources, self._signer, throttle_bytes_per_s)
+        thread = threading.Thread(target=self._run, args=(handle, on_done), name="keepstep-fetch", daemon=True)
+        with self._lock:
+            self._running[handle] = thread
+        thread.start()
         return handle
 
     def close(self) -> None:
         """Ends every fetch; bounded in time."""
-        self._thread.call(self._close(), STOP_S)
-        self._thread.end()
+        with self._lock:
+            running = dict(self._running)
+        for handle, thread in running.items():
+            handle.cancel()
+            thread.join(STOP_S)
 
-    async def _close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _fetch(self, state: StateName, sources: Sequence[Source], throttle: float | None) -> FetchedState:
-        if not sources:
-            raise TransferError(f"no replica holds state {state.step} any more")
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENT_S)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
-            manifest = await self._any_manifest(session, state, sources)
-            total = _total_of(manifest)
-            try:
-                data = big_buffer(total)
-            except (MemoryError, OSError):
-                raise TransferError(f"there is no memory for the {total} bytes of state {state.step}") from None
-            size = RANGE_BYTES if throttle is None else max(1024, min(RANGE_BYTES, int(throttle / 8)))
-            transfer = Transfer(total, [s[0] for s in sources], range_bytes=size)
-            await _Stripes(self, session, state, transfer, data, throttle).run(sources)
-        return FetchedState(state=state, manifest=manifest, data=data, bytes_from=transfer.bytes_from)
-
-    async def _any_manifest(self, session: aiohttp.ClientSession, state: StateName, sources: Sequence[Source]) -> bytes:
-        """Asks everybody; the first answer is as good as any other."""
-        tasks = {asyncio.ensure_future(self.get(session, s, state, "manifest", MAX_MANIFEST)): s for s in sources}
-        reasons: list[str] = []
+    def _run(self, handle: FetchHandle, on_done: Callable[[FetchedState | TransferError], None]) -> None:
+        result: FetchedState | TransferError
         try:
-            for finished in asyncio.as_completed(tasks):
-                try:
-                    return await finished
-                except _Refused as error:
-                    reasons.append(str(error))
+            result = self._fetch(handle)
+        except _Cancelled:
+            return
+        except TransferError as error:
+            result = error
+        except Exception as error:
+            log.exception("fetching state %d failed", handle.state.step)
+            result = TransferError(f"state {handle.state.step} cannot be had: {type(error).__name__}: {error}")
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        raise TransferError(f"state {state.step} cannot be had: {'; '.join(reasons)}")
+            handle.close_connections()
+            with self._lock:
+                self._running.pop(handle, None)
+        if not handle.cancelled:
+            on_done(result)
 
-    async def get(
-        self, session: aiohttp.ClientSession, source: Source, state: StateName, what: str, limit: int
-    ) -> bytes:
-        """One verified answer of one source. Raises _Refused."""
-        deadline = time.monotonic() + NOT_YET_S
-        while True:
-            try:
-                return await self._get_now(session, source, state, what, limit)
-            except _NotYet:
-                if time.monotonic() > deadline:
-                    raise _Refused(f"replica {source[0]} did not reach the state in {NOT_YET_S:.0f} s") from None
-
-    async def _get_now(
-        self, session: aiohttp.ClientSession, source: Source, state: StateName, what: str, limit: int
-    ) -> bytes:
-        replica, host, port = source
-        path, nonce = f"/state/{state.step}/{state.lineage}/{what}", secrets.token_hex(16)
-        address = f"[{host}]" if ":" in host else host
-        headers = {AUTH: f"{nonce}:{self._signer.request(path, nonce)}"}
+    def _fetch(self, handle: FetchHandle) -> FetchedState:
+        if not handle.sources:
+            raise TransferError(f"no replica holds state {handle.state.step} any more")
+        manifest = self._any_manifest(handle)
+        total = _total_of(manifest)
         try:
-            async with session.get(
-                f"http://{address}:{port}{path}", headers=headers, allow_redirects=False
-            ) as response:
-                if response.status == 503:
-                    raise _NotYet
-                if response.status != 200:
-                    text = (await response.content.read(200)).decode(errors="replace")
-                    raise _Refused(f"replica {replica} answered {response.status}: {text}")
-                if response.content_length is None or response.content_length > limit:
-                    raise _Refused(
-                        f"replica {replica} answered with {response.content_length} bytes, more than {limit}"
-                    )
-                body = await response.read()
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise _Refused(f"replica {replica}: {error or type(error).__name__}") from None
-        checksum = response.headers.get(CHECKSUM, "")
-        if not hmac.compare_digest(
-            response.headers.get(PROOF, "").encode(), self._signer.answer(nonce, checksum).encode()
-        ):
-            raise _Refused(f"replica {replica} does not hold the job token")
-        if xxhash.xxh3_64_hexdigest(body) != checksum:
-            raise _Refused(f"replica {replica}: its bytes failed their checksum")
-        return body
+            data = big_buffer(total)
+        except (MemoryError, OSError):
+            raise TransferError(f"there is no memory for the {total} bytes of state {handle.state.step}") from None
+        throttle = handle.throttle
+        size = RANGE_BYTES if throttle is None else max(1024, min(RANGE_BYTES, int(throttle / 8)))
+        transfer = Transfer(total, [s[0] for s in handle.sources], range_bytes=size)
+        stripes = _Stripes(handle, transfer, data, size, self._fault)
+        for source in handle.sources:
+            for _ in range(PER_SOURCE):
+                handle.spawn(lambda source=source: stripes.work(source))  # type: ignore[misc]
+        with handle.changed:
+            handle.changed.wait_for(
+                lambda: transfer.complete or transfer.exhausted or handle.cancelled or handle.error is not None
+            )
+        handle.check()
+        if handle.error is not None:
+            raise handle.error
+        if not transfer.complete:
+            raise TransferError(f"state {handle.state.step} cannot be had: {transfer.why}")
+        return FetchedState(state=handle.state, manifest=manifest, data=data, bytes_from=transfer.bytes_from)
 
-    def received(self) -> None:
-        self._fault("range")
+    def _any_manifest(self, handle: FetchHandle) -> bytes:
+        """Asks everybody; the first answer is as good as any other."""
+        found: list[bytes] = []
+        reasons: list[str] = []
+        path = f"/state/{handle.state.step}/{handle.state.lineage}/manifest"
+
+        def ask(source: Source) -> None:
+            try:
+                found.append(bytes(handle.connect(source).get(path, None, MAX_MANIFEST)))
+            except _Refused as error:
+                reasons.append(str(error))
+
+        for source in handle.sources:
+            handle.spawn(lambda source=source: ask(source))  # type: ignore[misc]
+        with handle.changed:
+            handle.changed.wait_for(
+                lambda: (
+                    bool(found) or len(reasons) == len(handle.sources) or handle.cancelled or handle.error is not None
+                )
+            )
+        handle.check()
+        if handle.error is not None:
+            raise handle.error
+        if not found:
+            raise TransferError(f"state {handle.state.step} cannot be had: {'; '.join(reasons)}")
+        return found[0]
 
 
 class _Stripes:
-    """One fetch: a few workers a source, all writing into one buffer."""
+    """The ranges of one fetch: a few threads a source, one plan."""
 
     def __init__(
-        self,
-        fetcher: StateFetcher,
-        session: aiohttp.ClientSession,
-        state: StateName,
-        transfer: Transfer,
-        data: memoryview,
-        throttle: float | None,
+        self, handle: FetchHandle, transfer: Transfer, data: memoryview, size: int, fault: Callable[[str], None]
     ) -> None:
-        self._fetcher, self._session, self._state = fetcher, session, state
-        self._transfer, self._data = transfer, data
-        self._throttle, self._started, self._taken = throttle, time.monotonic(), 0
-        self._changed = asyncio.Condition()
-        self._changes = 0
-        self._error: Exception | None = None
+        self._handle, self._transfer, self._data, self._size = handle, transfer, data, size
+        self._fault = fault
+        self._path = f"/state/{handle.state.step}/{handle.state.lineage}/bytes"
+        self._started, self._taken = time.monotonic(), 0
 
-    async def run(self, sources: Sequence[Source]) -> None:
-        workers = [asyncio.ensure_future(self._work(source)) for source in sources for _ in range(PER_SOURCE)]
-        try:
-            async with self._changed:
-                await self._changed.wait_for(
-                    lambda: self._transfer.complete or self._transfer.exhausted or self._error is not None
-                )
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-        if self._error is not None:
-            raise self._error
-        if not self._transfer.complete:
-            raise TransferError(f"state {self._state.step} cannot be had: {self._transfer.why}")
-
-    async def _work(self, source: Source) -> None:
-        replica = source[0]
-        while replica not in self._transfer.reasons and not self._transfer.complete:
-            seen = self._changes
-            part = self._transfer.next_range(replica)
-            if part is None:
-                async with self._changed:
-                    await self._changed.wait_for(lambda seen=seen: self._changes != seen)  # type: ignore[misc]
-                continue
+    def work(self, source: Source) -> None:
+        """One thread: ranges of one source, until there are none."""
+        connection, stage, replica = self._handle.connect(source), memoryview(bytearray(self._size)), source[0]
+        while (part := self._next(replica)) is not None:
             try:
-                await self._take(source, part)
+                self._take(connection, replica, part, stage[: part[1] - part[0]])
             except _Refused as error:
-                log.info("fetching state %d goes on without one source: %s", self._state.step, error)
-                self._transfer.failed(replica, str(error))
-            except Exception as error:  # noqa: BLE001  (whatever it is ends the whole fetch, in `run`)
-                self._error = error
-            async with self._changed:
-                self._changes += 1
-                self._changed.notify_all()
+                log.info("fetching state %d goes on without one source: %s", self._handle.state.step, error)
+                with self._handle.changed:
+                    self._transfer.failed(replica, str(error))
+                    self._handle.changed.notify_all()
 
-    async def _take(self, source: Source, part: Range) -> None:
+    def _next(self, replica: ReplicaId) -> Range | None:
+        transfer, changed = self._transfer, self._handle.changed
+        with changed:
+            while not transfer.complete and replica not in transfer.reasons:
+                self._handle.check()
+                part = transfer.next_range(replica)
+                if part is not None:
+                    return part
+                changed.wait()
+        return None
+
+    def _take(self, connection: _Connection, replica: ReplicaId, part: Range, stage: memoryview) -> None:
         lo, hi = part
-        body = await self._fetcher.get(self._session, source, self._state, f"bytes?lo={lo}&hi={hi}", hi - lo)
-        if len(body) != hi - lo:
-            raise _Refused(f"replica {source[0]} sent {len(body)} bytes instead of {hi - lo}")
-        self._fetcher.received()
-        if self._throttle is not None:
+        connection.get(f"{self._path}?lo={lo}&hi={hi}", stage, hi - lo)
+        self._fault("range")
+        if self._handle.throttle is not None:
             self._taken += hi - lo
-            await asyncio.sleep(max(0.0, self._started + self._taken / self._throttle - time.monotonic()))
-        if self._transfer.done(source[0], part):
-            self._data[lo:hi] = body
+            self._handle.pause(max(0.0, self._started + self._taken / self._handle.throttle - time.monotonic()))
+        with self._handle.changed:
+            if self._transfer.done(replica, part):
+                self._data[lo:hi] = stage
+            self._handle.changed.notify_all()
 
 
 def _total_of(manifest: bytes) -> int:
