@@ -12,6 +12,10 @@ kill comes when all three have trained together for a while.
     dropped       steps whose gradients were computed and then thrown away by the survivors
     bits          whether replicas that committed the same step hold the same parameters (sampled)
 
+On a machine with fewer cores than processes, whatever the returning replica does (start, build the model, load) takes CPU from
+the survivors' own computation, and shows as "rejoin" for every system. `--device-s 0.4` takes most of that out: forward and
+backward become a sleep and a batch of one row, as if an accelerator did them.
+
 Prints a table; writes OUT/kill.json.
 """
 
@@ -273,8 +277,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/bench-kill"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=900.0, help="of each system's run with kills")
+    parser.add_argument("--device-s", type=float, default=0.0, help="pretend an accelerator computes for so long")
     parser.add_argument("--systems", nargs="*", help="only these, by name")
     args = parser.parse_args()
+    os.environ["KILL_DEVICE_S"] = str(args.device_s)
     kinds: list[type[System]] = [Keepstep, TorchftFast, Torchft, Gloo]
     kinds = [k for k in kinds if not args.systems or k.name in args.systems]
     times: dict[str, list[float]] = {k.name: [] for k in kinds if k is not Torchft}

@@ -58,6 +58,7 @@ def main() -> None:
         committed = manager.should_commit()
         if committed:
             optimizer.step()
+            step = manager.current_step() - 1  # a replica that was healed in this step began it with another number
         journal.write(model, step, manager.num_participants(), committed=committed)
     manager.shutdown()
 

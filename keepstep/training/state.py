@@ -119,6 +119,7 @@ class TrainingState:
         self._frozen: dict[StateName, _Frozen] = {}
         self._reached = -1  # the newest step whose state the tensors have held
         self._spares = Spares()
+        self._writes = 0
         self._let_go: set[StateName] = set()  # wanted, but a copy would have been too large
         self._closed = False
         self.copied_bytes = 0  # in all, for the events
@@ -230,8 +231,6 @@ class TrainingState:
             self._let_go &= states
             for gone in self._frozen.keys() - states:
                 self._spares.give(self._frozen.pop(gone).buffer)
-            if self._live in states and self.copy_bytes_max:
-                self._spares.prepare(min(self._live_layout()[0].total, self.copy_bytes_max))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -268,6 +267,11 @@ class TrainingState:
         """The live tensors now hold `state`."""
         with self._changed:
             self._live, self._layout = state, None
+            self._writes += 1
+            if (
+                self._writes == 2 and self.copy_bytes_max
+            ):  # the optimizer's state exists: have the memory before it is needed
+                self._spares.prepare(min(self._live_layout()[0].total, self.copy_bytes_max))
             self._reached = max(self._reached, state.step) if state is not None else self._reached
             self._changed.notify_all()
 
