@@ -32,6 +32,7 @@ from keepstep.observe.summary import Record, read_run, summarize, whole_lines
 from keepstep.protocol.errors import ConfigError
 
 REPLICAS, RANKS = 3, 2
+SEQ_LEN = 128  # bytes, the tokens of the example, in a sample
 MARK = ".keepstep-demo"  # a directory that holds it was made by us and may be emptied
 MID_STEP = ("backward", "in_exchange")
 LEADER_PHASES = ("forward", "before_vote", "between_vote_and_commit", "optimizer_step")
@@ -44,7 +45,7 @@ def demo(
     run_dir: Annotated[Path, typer.Option(help="where events, logs, summary.json and picture.png go")] = Path(
         "runs/demo"
     ),
-    steps: Annotated[int, typer.Option(help="optimizer updates")] = 240,
+    steps: Annotated[int, typer.Option(help="optimizer updates")] = 160,
     quick: Annotated[bool, typer.Option("--quick", help="100 steps: about a minute")] = False,
     seed: Annotated[
         int | None, typer.Option(help="who is killed, and when; printed, so that you can repeat it")
@@ -128,7 +129,7 @@ def _train(console: Console, run_dir: Path, script: Path, steps: int, faults: tu
     command = [sys.executable, "-m", "keepstep", "run", "--run-dir", str(run_dir)]
     command += ["--replicas", str(REPLICAS), "--ranks-per-replica", str(RANKS)]
     command += [part for fault in faults for part in ("--fault", fault)]
-    command += [str(script), "--", "--steps", str(steps)]
+    command += [str(script), "--", "--steps", str(steps), "--seq-len", str(SEQ_LEN)]
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with (run_dir / "output.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
@@ -251,7 +252,7 @@ class Progress:
         loss = "-" if newest.loss is None else f"{newest.loss:.3f}"
         catching_up = newest.members - newest.workers
         who = f"{newest.workers} workers" + (f" + {catching_up} catching up" if catching_up else "")
-        return f"step {newest.step + 1}/{self._steps}   loss {loss}   {who}   {rate:.0f} samples/s"
+        return f"step {newest.step + 1}/{self._steps}   loss {loss}   {who}   {rate * SEQ_LEN:,.0f} tokens/s"
 
 
 # --- the end ---------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_the_progress_line() -> None:
     progress = Progress(steps=100)
     assert "starting" in progress.line(0.0)
     progress.feed([commit(0, 10.0), commit(0, 10.1, 1), commit(1, 10.5), commit(2, 11.0, workers=2)])
-    assert progress.line(11.0) == "step 3/100   loss 3.000   2 workers + 1 catching up   96 samples/s"
+    assert progress.line(11.0) == "step 3/100   loss 3.000   2 workers + 1 catching up   12,288 tokens/s"
 
 
 def test_kills_and_returns_get_a_line() -> None:
