@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,3 +136,13 @@ def kill_all(run_dir: Path) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """The condition's first true value. For conditions that nothing announces: files, processes."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        pause.wait(0.02)
+    raise AssertionError("it never came to that")

@@ -1,16 +1,14 @@
 """The launcher with small scripts: exits, restarts, signals, and nothing left behind."""
 
 import json
-import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from jobs import finish, kill_all, processes_of, read_events, run, start
+from jobs import finish, kill_all, processes_of, read_events, run, start, wait_until
 
 # A rank that trains nothing, but says so as the real ones do, so that the launcher takes its lives for fruitful.
 PREFACE = """
@@ -37,15 +35,6 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
-
-
-def wait_until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        os.sched_yield()
-    raise AssertionError("it never came to that")
 
 
 def spawned(run_dir: Path) -> list[dict[str, Any]]:

@@ -2,25 +2,10 @@
 
 import os
 import signal
-import time
 from pathlib import Path
-from typing import Any
 
-from jobs import Result, finish, read_events, run, start
+from jobs import Result, finish, read_events, run, start, wait_until
 from test_training import check
-
-PATIENCE_S = 60.0
-
-
-def wait_for(run_dir: Path, condition: Any) -> list[dict[str, Any]]:
-    """Reads the run's events until `condition(events)` holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        events = read_events(run_dir)
-        if condition(events):
-            return events
-        os.sched_yield()
-    raise AssertionError("it never came to that")
 
 
 def test_a_replica_that_committed_alone_and_was_frozen_is_revoked(tmp_path: Path) -> None:
@@ -38,7 +23,7 @@ def test_a_replica_that_committed_alone_and_was_frozen_is_revoked(tmp_path: Path
     )  # fmt: skip
     frozen: int | None = None
     try:
-        wait_for(tmp_path, lambda events: any(e["event"] == "commit" and e["step"] == 20 for e in events))
+        wait_until(lambda: any(e["event"] == "commit" and e["step"] == 20 for e in read_events(tmp_path)))
         result = Result(0, "", tmp_path)
         (frozen,) = (shot["pid"] for shot in result.shots() if shot["action"] == "stop")
         os.kill(frozen, signal.SIGCONT)

@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from jobs import Result, run
+from jobs import Result, finish, kill_all, read_events, run, start, wait_until
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 
@@ -44,3 +45,19 @@ def test_a_killed_rank_costs_nothing(tmp_path: Path) -> None:
     members = [len(d["members"]) for d in result.committed()]
     assert 2 in members, "the others went on without it"
     assert [m["role"] for m in result.committed()[-1]["members"]] == ["worker"] * 3, "it came back"
+
+
+def test_the_store_may_die_too(tmp_path: Path) -> None:
+    """kill -9 of etcd: training waits for it, the launcher starts it again, and the job goes on with the same processes."""
+    process = start(tmp_path, "--replicas", "2", args=("--steps", "60", "--step-seconds", "0.05"))
+    try:
+        wait_until(lambda: any(e["event"] == "commit" and e["step"] == 10 for e in read_events(tmp_path)))
+        (etcd,) = [p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "etcd"]
+        etcd.kill()
+        result = finish(process, tmp_path, 90)
+    finally:
+        kill_all(tmp_path)
+    check(result, 2)
+    assert len(result.committed()) == 60
+    assert len(result.of("spawn")) == 2, "no replica was restarted"
+    assert result.of("etcd")
