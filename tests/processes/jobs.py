@@ -111,7 +111,7 @@ def finish(process: subprocess.Popen[str], run_dir: Path, timeout: float) -> Res
 
 
 def run(
-    run_dir: Path, *options: str, script: Path = TINY, args: tuple[str, ...] = (), timeout: float = 90.0, **env: str
+    run_dir: Path, *options: str, script: Path = TINY, args: tuple[str, ...] = (), timeout: float = 150.0, **env: str
 ) -> Result:
     """Runs a job to its end; nothing of it is left running, whatever happens."""
     return finish(start(run_dir, *options, script=script, args=args, **env), run_dir, timeout)

@@ -31,7 +31,7 @@ SLOW_FETCH = {"KEEPSTEP_FETCH_BYTES_PER_S": "60000"}  # several steps' length, s
 
 def survive(tmp_path: Path, *faults: str, shots: int | None = None, args: tuple[str, ...] = ARGS, **env: str) -> None:
     options = [option for fault in faults for option in ("--fault", fault)]
-    result = run(tmp_path, *SHAPE, *options, args=args, timeout=110, **env)
+    result = run(tmp_path, *SHAPE, *options, args=args, timeout=200, **env)
     assert len(result.shots()) == (len(faults) if shots is None else shots), "a fault was not injected"
     check(result, 3)
 

@@ -47,6 +47,17 @@ def test_a_killed_rank_costs_nothing(tmp_path: Path) -> None:
     assert [m["role"] for m in result.committed()[-1]["members"]] == ["worker"] * 3, "it came back"
 
 
+def test_mixed_precision_accumulation_and_clipping_survive_a_kill(tmp_path: Path) -> None:
+    result = run(
+        tmp_path, "--replicas", "2", "--ranks-per-replica", "2",
+        "--fault", "kill replica=1 rank=1 step=6 phase=backward",
+        args=("--mixed", "--accumulate", "2", "--max-grad-norm", "0.5", "--unit-size", "8", "--steps", "60",
+              "--step-seconds", "0.05"),
+    )  # fmt: skip
+    check(result, 2)
+    assert len(result.shots()) == 1
+
+
 def test_the_store_may_die_too(tmp_path: Path) -> None:
     """kill -9 of etcd: training waits for it, the launcher starts it again, and the job goes on with the same processes."""
     process = start(tmp_path, "--replicas", "2", args=("--steps", "60", "--step-seconds", "0.05"))

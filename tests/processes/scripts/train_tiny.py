@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
@@ -39,6 +39,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--bucket-bytes", type=int, default=2048)
     parser.add_argument("--step-seconds", type=float, default=0.02, help="how long the forward pass pretends to take")
     parser.add_argument("--plain", action="store_true", help="do not shard")
+    parser.add_argument("--mixed", action="store_true", help="bfloat16 parameters in forward, float32 in reductions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--raise-at", type=int, default=None)
     parser.add_argument("--leave-at", type=int, default=None)
@@ -51,7 +52,10 @@ def main() -> None:
         torch.set_num_threads(1)
         model = build(args.seed, args.width)
         if not args.plain:
-            fully_shard(model, mesh=job.mesh)
+            mixed = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
+            )
+            fully_shard(model, mesh=job.mesh, mp_policy=mixed if args.mixed else MixedPrecisionPolicy())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         training = keepstep.Training(
             job,
@@ -74,7 +78,7 @@ def main() -> None:
                 break
             for x, y in step.micro_batches:
                 time.sleep(args.step_seconds / args.accumulate)
-                step.backward(torch.nn.functional.mse_loss(model(x), y))
+                step.backward(torch.nn.functional.mse_loss(model(x).float(), y))
             step.commit()
         note_parameters(job, model)
 
