@@ -38,7 +38,7 @@ def test_a_killed_rank_costs_nothing(tmp_path: Path) -> None:
     result = run(
         tmp_path, "--replicas", "3", "--ranks-per-replica", "1",
         "--fault", "kill replica=1 rank=0 step=10 phase=in_exchange",
-        args=("--steps", "400", "--step-seconds", "0.05"),
+        args=("--steps", "150", "--step-seconds", "0.05"),
     )  # fmt: skip
     check(result, 3)
     assert len(result.shots()) == 1
