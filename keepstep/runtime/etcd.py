@@ -286,7 +286,7 @@ class EtcdStore:
                     await self._stream(revision, tell)
                 except (StoreError, aetcd.ClientError, rpc.RpcError, rpc.BaseError) as error:
                     log.debug("the watch ended: %s", error)
-                except Exception:  # top of a task, logged: whatever ended the watch, it must begin again
+                except Exception as error:  # top of a task: whatever ended the watch, it must begin again
                     log.exception("the watch ended")
                 if self._reading.connected:
                     self._reading.connected = False

@@ -276,7 +276,9 @@ class Training:
         if not isinstance(given.order, Apply):
             self._given = given
             return False
-        own = step.order.start == given.order.decision.start
+        decision = given.order.decision
+        me = decision.member(self.job.env.replica_id, self.job.runtime.incarnation)
+        own = step.order.start == decision.start and me is not None and me.units == step.units
         self._apply(given, own=step if own else None)
         return step.committed
 

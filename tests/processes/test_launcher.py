@@ -63,7 +63,7 @@ if replica == 1 and rank == 1 and life == 1:
 while not list(run_dir.glob("go-*")):
     if replica == 1 and life == 2:
         (run_dir / "go-1").touch()
-    time.sleep(0.01)
+    threading.Event().wait(0.01)
 say("final")
 """
     result = run(tmp_path / "run", "--replicas", "2", "--ranks-per-replica", "2", script=script(body))
@@ -142,7 +142,7 @@ def test_exit_code_93_is_not_restarted_and_the_others_go_on(tmp_path: Path, scri
 if replica == 0:
     sys.exit(93)
 while "gave_up" not in (run_dir / "events" / "launcher.jsonl").read_text():
-    time.sleep(0.01)
+    threading.Event().wait(0.01)
 say("final")
 """
     result = run(tmp_path / "run", "--replicas", "2", script=script(body))
@@ -154,7 +154,7 @@ def test_the_embedded_etcd_is_started_again(tmp_path: Path, script: Callable[[st
     run_dir = tmp_path / "run"
     body = """
 while not (run_dir / "go").exists():
-    time.sleep(0.01)
+    threading.Event().wait(0.01)
 say("final")
 """
     process = start(run_dir, "--replicas", "1", script=script(body))
@@ -175,7 +175,7 @@ def test_ranks_start_cold_when_the_forking_process_is_gone(tmp_path: Path, scrip
     run_dir = tmp_path / "run"
     body = """
 while not (run_dir / "go").exists():
-    time.sleep(0.01)
+    threading.Event().wait(0.01)
 if life == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 say("final")

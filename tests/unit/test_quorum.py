@@ -3,139 +3,34 @@
 from dataclasses import replace
 
 import pytest
+from quorum_views import (
+    AFTER,
+    BEFORE,
+    DATA,
+    NOW,
+    OUTCOME,
+    POLICY,
+    SECOND,
+    START,
+    L,
+    completed,
+    decided,
+    decision_7,
+    fetching,
+    name,
+    not_completed,
+    report,
+    roles,
+    units,
+    view,
+    waits,
+    waits_until,
+)
 
-from keepstep.protocol.ids import Incarnation, QuorumId, ReplicaId, Seq, Step, UnitId
+from keepstep.protocol.ids import ReplicaId, UnitId
 from keepstep.protocol.ledger import commit
-from keepstep.protocol.messages import Decision, Kind, LedgerState, Member, Policy, Report, Role, StateName
-from keepstep.protocol.quorum import Halt, SeenReport, View, Wait, chain, decide, speculate
-
-SECOND = 1_000_000_000
-POLICY = Policy(num_replicas=3)
-DATA = LedgerState(fingerprint="f", total=100)
-NOW = 1000 * SECOND
-
-
-def name(step: int, lineage: int) -> StateName:
-    return StateName(step=Step(step), lineage=Seq(lineage))
-
-
-def report(
-    replica: int,
-    answers: int = 0,
-    state: StateName | None = None,
-    *,
-    life: str = "a",
-    materialized: bool | None = None,
-    ledger: LedgerState | None = DATA,
-    held: tuple[int, ...] = (),
-    broken: bool = False,
-    finished: bool = False,
-    leaving: bool = False,
-    layout: str = "m",
-) -> Report:
-    return Report(
-        replica_id=ReplicaId(replica),
-        incarnation=Incarnation(f"{replica}{life}"),
-        answers=Seq(answers),
-        state=state,
-        materialized=state is not None if materialized is None else materialized,
-        ledger=ledger,
-        held_units=tuple(UnitId(u) for u in held),
-        broken=broken,
-        finished=finished,
-        leaving=leaving,
-        layout_digest=layout,
-    )
-
-
-def view(
-    *reports: Report,
-    last: Decision | None = None,
-    seen_at: int | dict[int, int] = NOW,
-    dead: tuple[str, ...] = (),
-    announced: tuple[int, ...] = (),
-) -> View:
-    def at(replica: int) -> int:
-        return seen_at if isinstance(seen_at, int) else seen_at[replica]
-
-    return View(
-        last=last,
-        last_seen_at=NOW - SECOND,
-        reports={r.replica_id: SeenReport(report=r, seen_at=at(r.replica_id)) for r in reports},
-        dead=frozenset(Incarnation(d) for d in dead),
-        announced=frozenset(ReplicaId(i) for i in announced),
-    )
-
-
-def decided(v: View, policy: Policy = POLICY, now: int = NOW) -> Decision:
-    answer = decide(v, policy, now=now)
-    assert isinstance(answer, Decision), answer
-    return answer
-
-
-def waits(v: View, policy: Policy = POLICY, now: int = NOW) -> Wait:
-    answer = decide(v, policy, now=now)
-    assert isinstance(answer, Wait), answer
-    return answer
-
-
-def waits_until(v: View, policy: Policy = POLICY) -> tuple[Wait, Decision]:
-    """It waits until the nanosecond that it names, and decides then."""
-    wait = waits(v, policy)
-    assert wait.until is not None
-    assert waits(v, policy, wait.until - 1).until == wait.until
-    return wait, decided(v, policy, wait.until)
-
-
-def roles(decision: Decision) -> dict[int, str]:
-    return {m.replica_id: {Role.WORKER: "W", Role.CATCHING_UP: "C"}[m.role] for m in decision.members}
-
-
-def units(decision: Decision) -> dict[int, tuple[int, ...]]:
-    return {m.replica_id: m.units for m in decision.members if m.units}
-
-
-def fetching(decision: Decision) -> set[int]:
-    return {m.replica_id for m in decision.members if m.fetch}
-
-
-def decision_7(kind: Kind = Kind.TRAIN, catching_up: tuple[int, ...] = ()) -> Decision:
-    """Step 5 under decision 7: replica i trains unit 10 + i."""
-    return Decision(
-        seq=Seq(7),
-        quorum_id=QuorumId(4),
-        kind=kind,
-        step=Step(5),
-        base=Seq(6),
-        ancestry=(name(4, 5), name(3, 3)),
-        members=tuple(
-            Member(
-                replica_id=ReplicaId(i),
-                incarnation=Incarnation(f"{i}a"),
-                role=Role.CATCHING_UP if i in catching_up else Role.WORKER,
-                units=(UnitId(10 + i),) if kind is Kind.TRAIN and i not in catching_up else (),
-            )
-            for i in range(3)
-        ),
-        ledger=replace(DATA, next_unit=UnitId(10)),
-        num_replicas=3,
-        reason="",
-    )
-
-
-L = decision_7()
-START, OUTCOME = L.start, L.outcome
-BEFORE = replace(DATA, next_unit=UnitId(10))
-AFTER = replace(DATA, next_unit=UnitId(13))
-
-
-def completed(replica: int, **more: object) -> Report:
-    return report(replica, 7, OUTCOME, ledger=AFTER, **more)  # type: ignore[arg-type]  # passed through
-
-
-def not_completed(replica: int, **more: object) -> Report:
-    return report(replica, 7, START, ledger=BEFORE, **{"held": (10 + replica,), **more})  # type: ignore[arg-type]
-
+from keepstep.protocol.messages import Kind, LedgerState
+from keepstep.protocol.quorum import Halt, chain, decide, speculate
 
 # --- the first decision ---
 
@@ -274,108 +169,6 @@ def test_ancestry_is_bounded() -> None:
     assert following.ancestry == (START, name(4, 5))
 
 
-# --- waiting ---
-
-
-def test_waits_without_end_while_every_member_computes() -> None:
-    """A decision takes as long as the step takes; a newcomer's answer does not start the stragglers' clock."""
-    computing = [report(i, 6, START, ledger=BEFORE) for i in range(3)]
-    assert waits(view(*computing, last=L), now=NOW + 10**15).until is None
-    joined = view(report(0, 7, life="b"), *computing[1:], last=L)
-    assert waits(joined, now=NOW + 10**15).until is None
-
-
-def test_waits_for_a_living_worker_until_the_straggler_deadline() -> None:
-    late = report(1, 6, START, ledger=BEFORE)
-    wait, following = waits_until(view(completed(0), late, completed(2), last=L))
-    assert wait.until == NOW + POLICY.straggler_ns
-    assert "replica 1" in wait.reason
-    assert roles(following) == {0: "W", 2: "W"}
-
-
-def test_does_not_wait_for_the_dead_or_the_gone() -> None:
-    late = report(1, 6, START, ledger=BEFORE)
-    assert roles(decided(view(completed(0), late, completed(2), last=L, dead=("1a",)))) == {0: "W", 2: "W"}
-    assert roles(decided(view(completed(0), completed(2), last=L))) == {0: "W", 2: "W"}
-    restarted = report(1, 7, life="b")
-    assert roles(decided(view(completed(0), restarted, completed(2), last=L))) == {0: "W", 1: "C", 2: "W"}
-
-
-def test_waits_for_a_catching_up_member_for_the_grace_only() -> None:
-    last = decision_7(catching_up=(1,))
-    late = report(1, 6, START, materialized=False, ledger=BEFORE)
-    seen = {0: NOW - 10, 1: NOW - SECOND, 2: NOW}
-    wait, following = waits_until(view(completed(0), late, completed(2), last=last, seen_at=seen))
-    assert wait.until == NOW - 10 + POLICY.member_grace_ns
-    assert roles(following) == {0: "W", 2: "W"}
-
-
-def test_if_all_workers_died_a_catching_up_member_is_the_last_hope() -> None:
-    last = decision_7(catching_up=(1, 2))
-    late = report(1, 6, START, materialized=False, ledger=BEFORE)
-    answered = report(2, 7, START, materialized=False, ledger=BEFORE)
-    assert waits(view(late, answered, last=last, dead=("0a",))).until == NOW + POLICY.straggler_ns
-
-
-def test_waits_for_announced_replicas_for_join_wait() -> None:
-    v = view(completed(0), completed(2), last=L, announced=(1,))
-    assert roles(decided(v)) == {0: "W", 2: "W"}
-    wait, _ = waits_until(v, replace(POLICY, join_wait_ns=5 * SECOND))
-    assert wait.until == NOW + 5 * SECOND
-    assert "replica 1 to join" in wait.reason
-
-
-def test_too_few_workers_let_the_others_fetch_and_wait() -> None:
-    policy = replace(POLICY, min_replicas=2)
-    wait = waits(view(completed(0), last=L, dead=("1a", "2a")), policy)
-    assert wait.until is None
-    assert "1 of at least 2" in wait.reason
-    gather = decided(view(completed(0), report(1, 7, life="b"), last=L, dead=("2a",)), policy)
-    assert (gather.kind, fetching(gather), gather.start) == (Kind.GATHER, {1}, OUTCOME)
-    trained = decided(
-        view(*(report(i, 8, OUTCOME, ledger=AFTER, life=x) for i, x in ((0, "a"), (1, "b"))), last=gather), policy
-    )
-    assert (trained.kind, units(trained)) == (Kind.TRAIN, {0: (13,), 1: (14,)})
-
-
-# --- nobody holds a state ---
-
-
-def test_a_partition_must_not_roll_the_job_back_and_then_it_halts() -> None:
-    fresh = view(report(0, 7, life="b"), report(1, 7, life="b"), last=L)
-    wait = waits(fresh)
-    assert wait.until == NOW + POLICY.restore_wait_ns
-    halt = decide(fresh, POLICY, now=wait.until)
-    assert isinstance(halt, Halt)
-    assert "no living replica holds a state" in halt.reason
-    assert "no checkpoint" in halt.reason
-    assert halt.misfits == frozenset()
-
-
-def test_lost_in_step_0_the_job_starts_again() -> None:
-    last = replace(L, step=Step(0), base=Seq(7), ancestry=())
-    lost = report(0, 7, name(1, 3), ledger=BEFORE)  # revoked long ago: no initial state to offer
-    wait, again = waits_until(view(lost, report(1, 7, life="b"), report(2, 7, life="b"), last=last))
-    assert wait.until == NOW + POLICY.restore_wait_ns
-    assert again.start == name(0, 8)
-    assert roles(again) == {0: "C", 1: "W", 2: "C"}
-    assert again.ancestry == ()
-    assert "starts again" in again.reason
-    assert waits(view(lost, last=last), now=NOW + POLICY.restore_wait_ns).until is None
-
-
-def test_a_fetch_that_may_still_end_well_is_given_its_chance() -> None:
-    last = decision_7(catching_up=(1,))
-    pending = report(1, 7, START, materialized=False, ledger=BEFORE)
-    gather = decided(view(pending, report(0, 7, life="b"), last=last, dead=("0a", "2a")))
-    assert (gather.kind, gather.start, roles(gather), fetching(gather)) == (Kind.GATHER, START, {1: "C"}, set())
-    loaded = decided(view(report(1, 8, START, ledger=BEFORE), report(0, 8, life="b"), last=gather))
-    assert roles(loaded) == {0: "C", 1: "W"}
-    # holders that are merely cut off may come back: wait for them first
-    cut_off = view(pending, last=last)
-    assert waits_until(cut_off)[0].until == NOW + POLICY.restore_wait_ns
-
-
 # --- the ring ---
 
 
@@ -456,85 +249,3 @@ def test_a_stream_without_its_owner_does_not_train_empty_steps() -> None:
     reborn = report(1, 7, life="b", ledger=replace(ledger, cursors=(0, 0, 0)))
     gather = decided(view(*reports, reborn, last=L, dead=("1a",)))
     assert (gather.kind, fetching(gather)) == (Kind.GATHER, {1})
-
-
-# --- leaving ---
-
-
-def test_a_leaving_replica_is_no_member() -> None:
-    following = decided(view(completed(0), completed(1, leaving=True), completed(2), last=L))
-    assert roles(following) == {0: "W", 2: "W"}
-    assert (
-        decided(view(completed(0), report(1, 7, life="b", leaving=True), completed(2), last=L)).members[-1].replica_id
-        == 2
-    )
-
-
-def test_the_only_holder_stays_until_another_one_holds_the_state() -> None:
-    following = decided(view(completed(0, leaving=True), report(1, 7, life="b"), last=L, dead=("2a",)))
-    assert roles(following) == {0: "W", 1: "C"}
-    ledger = replace(AFTER, next_unit=UnitId(14))
-    done = [
-        report(0, 8, following.outcome, ledger=ledger, leaving=True),
-        report(1, 8, following.outcome, ledger=ledger, life="b"),
-    ]
-    assert roles(decided(view(*done, last=following))) == {1: "W"}
-
-
-# --- the end ---
-
-
-def finished(replica: int, answers: int = 7, **more: object) -> Report:
-    return report(replica, answers, OUTCOME, ledger=AFTER, finished=True, **more)  # type: ignore[arg-type]
-
-
-def test_the_job_ends_when_all_hold_the_final_state() -> None:
-    end = decided(view(*(finished(i) for i in range(3)), last=L))
-    assert (end.kind, end.start, units(end)) == (Kind.END, OUTCOME, {})
-    over = waits(view(*(finished(i, 8) for i in range(3)), last=end))
-    assert (over.reason, over.until) == ("the job has ended", None)
-
-
-def test_who_lacks_the_final_state_fetches_it_first() -> None:
-    gather = decided(view(finished(0), not_completed(1), finished(2), last=L))
-    assert (gather.kind, gather.start, roles(gather)) == (Kind.GATHER, OUTCOME, {0: "W", 1: "C", 2: "W"})
-    assert fetching(gather) == {1}
-    at_once = [finished(0, 8), finished(2, 8)]
-    loading = waits(view(*at_once, report(1, 7, START, ledger=BEFORE), last=gather), now=NOW + 10**15)
-    assert loading.until is None
-    assert "replica 1 to fetch" in loading.reason
-    again = waits(view(*at_once, finished(1, 8, materialized=False), last=gather))
-    assert "replica 1 to fetch" in again.reason
-    assert decided(view(*at_once, finished(1, 8), last=gather)).kind is Kind.END
-
-
-def test_a_gather_is_decided_again_when_somebody_has_joined_or_lost_its_fetch() -> None:
-    gather = decided(view(finished(0), not_completed(1), last=L, dead=("2a",)))
-    joined = decided(view(finished(0, 8), finished(1, 8, materialized=False), report(2, 8, life="b"), last=gather))
-    assert (joined.kind, fetching(joined)) == (Kind.GATHER, {2})
-    lost = decided(view(finished(0, 8), report(1, 8), last=gather))
-    assert (lost.kind, fetching(lost)) == (Kind.GATHER, {1})
-
-
-def test_the_end_waits_for_announced_replicas_for_finish_wait() -> None:
-    wait, end = waits_until(view(finished(0), finished(2), last=L, announced=(1,)))
-    assert wait.until == NOW + POLICY.finish_wait_ns
-    assert "replica 1" in wait.reason
-    assert end.kind is Kind.END
-
-
-# --- who does not fit ---
-
-
-def test_a_newcomer_with_other_data_or_model_is_named_alone() -> None:
-    for odd in (report(1, 7, life="b", layout="n"), report(1, 7, life="b", ledger=replace(DATA, total=7))):
-        answer = decide(view(completed(0), odd, completed(2), last=L), POLICY, now=NOW)
-        assert isinstance(answer, Halt)
-        assert answer.misfits == {1}
-        assert "replicas 0 and 1" in answer.reason
-
-
-def test_one_name_with_two_ledgers_is_a_bug() -> None:
-    answer = decide(view(completed(0), report(1, 7, OUTCOME, ledger=BEFORE), completed(2), last=L), POLICY, now=NOW)
-    assert isinstance(answer, Halt)
-    assert "bug" in answer.reason

@@ -3,7 +3,7 @@
 import argparse
 import hashlib
 import os
-import time
+import threading
 from pathlib import Path
 
 import torch
@@ -71,13 +71,14 @@ def main() -> None:
             bucket_bytes=args.bucket_bytes,
             data_policy=args.data_policy,
         )
+        pretend = threading.Event()  # nobody sets it: waiting for it takes time, as computing would
         for step in training:
             if step.number == args.raise_at:
                 raise RuntimeError("the script is wrong here")
             if step.number == args.leave_at:
                 break
             for x, y in step.micro_batches:
-                time.sleep(args.step_seconds / args.accumulate)
+                pretend.wait(args.step_seconds / args.accumulate)
                 step.backward(torch.nn.functional.mse_loss(model(x).float(), y))
             step.commit()
         note_parameters(job, model)
