@@ -287,7 +287,7 @@ class EtcdStore:
                 except (StoreError, aetcd.ClientError, rpc.RpcError, rpc.BaseError) as error:
                     log.debug("the watch ended: %s", error)
                 except Exception as error:  # top of a task: whatever ended the watch, it must begin again
-                    log.exception("the watch ended")
+                    log.exception("the watch ended: %s", error)
                 if self._reading.connected:
                     self._reading.connected = False
                     tell()

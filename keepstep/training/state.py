@@ -279,8 +279,11 @@ class TrainingState:
     def live(self) -> StateName | None:
         return self._live
 
-    def load(self, manifest: bytes, data: bytes | bytearray | memoryview) -> None:
+    def load(self, manifest: bytes, data: bytearray | memoryview) -> None:
         """Overwrites model, optimizer and extra parts with fetched bytes. Call between before_write and after_write.
+
+        `data` must be writable and is ours from now on: the optimizer's tensors are views of it, so that loading needs no second
+        copy of the state at a time when memory is short.
 
         Raises InvariantViolation if the bytes do not describe this model: nothing is half loaded then.
         """
@@ -291,13 +294,11 @@ class TrainingState:
             entry = theirs.get(path)
             if entry is None or entry.shape != tuple(local(tensor).shape) or entry.dtype != str(local(tensor).dtype):
                 raise InvariantViolation(f"the fetched state does not fit this model at {path}: {entry}")
-        view = np.frombuffer(data, np.uint8)
+        flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
         self._load_values(layout.values)
         with torch.no_grad():
             for entry in layout.entries:
-                part = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
-                if part.numel():
-                    part.reshape(-1).view(torch.uint8).numpy()[:] = view[entry.lo : entry.hi]
+                part = flat[entry.lo : entry.hi].view(_DTYPES[entry.dtype]).reshape(entry.shape)
                 if entry.path in mine:
                     local(mine[entry.path]).copy_(part)
                 else:

@@ -38,7 +38,7 @@ class Replica:
         self.scheduler.step()
 
 
-def fetch(source: TrainingState, state: StateName, piece: int = 64) -> tuple[bytes, bytes]:
+def fetch(source: TrainingState, state: StateName, piece: int = 64) -> tuple[bytes, bytearray]:
     manifest = source.manifest(state)
     assert manifest is not None
     import json
@@ -46,7 +46,7 @@ def fetch(source: TrainingState, state: StateName, piece: int = 64) -> tuple[byt
     total = json.loads(manifest)["total"]
     parts = [source.read(state, lo, min(lo + piece, total)) for lo in range(0, total, piece)]
     assert all(part is not None for part in parts)
-    return manifest, b"".join(part for part in parts if part is not None)
+    return manifest, bytearray().join(part for part in parts if part is not None)
 
 
 def test_a_fetched_state_is_the_same_bits_and_trains_on_alike() -> None:
@@ -81,7 +81,7 @@ def test_copy_before_write_keeps_what_has_not_been_read() -> None:
     tail = healthy.state.read(name(1), 128, len(whole))
     assert head is not None
     assert tail is not None
-    fresh.state.load(manifest, head + tail)
+    fresh.state.load(manifest, bytearray(head + tail))
     assert fresh.state.digest() == before != healthy.state.digest()
     healthy.state.serve(frozenset())
     assert healthy.state.read(name(1), 128, 256) is None
