@@ -42,7 +42,9 @@ def become(args: list[str]) -> NoReturn:
     with contextlib.suppress(Exception):  # an exit handler's own problem must not keep the process
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or the script closed it
+        with contextlib.suppress(
+            OSError, ValueError, AttributeError
+        ):  # nobody reads it, or the script closed or dropped it
             stream.flush()
     os._exit(code)
 

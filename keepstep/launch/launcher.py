@@ -21,17 +21,16 @@ import logging
 import os
 import secrets
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVarTuple
 
+from keepstep.launch.orphans import Guard, reap
 from keepstep.launch.processes import Life, how_it_ended, start_cold
 from keepstep.launch.restarts import GiveUp, History
 from keepstep.launch.settings import LaunchSettings
 from keepstep.launch.zygote import Zygote, ZygoteError
-from keepstep.protocol.errors import StoreError
+from keepstep.protocol.errors import ConfigError, StoreError
 from keepstep.protocol.ids import ReplicaId
 from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.etcd_server import EmbeddedEtcd
@@ -39,6 +38,7 @@ from keepstep.runtime.event_log import EventLog
 from keepstep.version import __version__
 
 log = logging.getLogger("keepstep.launch")
+Ts = TypeVarTuple("Ts")
 
 EX_CONFIG, EX_NO_RESTART = 78, 93
 PR_SET_CHILD_SUBREAPER = 36
@@ -69,7 +69,7 @@ class Launcher:
         self._events = EventLog(settings.run_dir / "events" / "launcher.jsonl", {})
         self._etcd: EmbeddedEtcd | None = None
         self._store: EtcdStore | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: Guard | None = None
         self._zygote: Zygote | None = None
         self._token_file = settings.run_dir / "token"
         self._env: dict[str, str] = {}
@@ -77,6 +77,8 @@ class Launcher:
         self._tasks: list[asyncio.Task[None]] = []
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._stopping = False
+        self._first_failure = ""  # which rank
+        self._signal: signal.Signals | None = None  # what ended us
         self._trained = False  # some replica has committed a step: from now on one replica's mistake is its own
 
     async def run(self) -> int:
@@ -87,7 +89,7 @@ class Launcher:
             loop.add_signal_handler(number, self._on_signal, number)
         code = 1
         try:
-            self._start_guard()
+            self._guard = Guard()
             await self._start_store()
             self._zygote = Zygote(self._env)
             self._tasks.append(loop.create_task(self._tell_store()))
@@ -100,22 +102,16 @@ class Launcher:
             self._events.emit("end", {"code": code})
             self._events.close()
 
+    def verdict(self, code: int) -> str:
+        """What a run that ended with `code` came to."""
+        if code == 0:
+            return "the job is complete"
+        if self._signal is not None:
+            return f"the job was ended by {self._signal.name}"
+        first = f", {self._first_failure} failed first" if self._first_failure else ""
+        return f"the job has failed (exit code {code}){first}"
+
     # --- starting ---------------------------------------------------------------------------------------------
-
-    def _start_guard(self) -> None:
-        self._guard = subprocess.Popen(
-            [sys.executable, "-S", str(Path(__file__).with_name("guard.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def _guard_says(self, sign: str, pids: list[int]) -> None:
-        assert self._guard is not None
-        assert self._guard.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard: we still clean up ourselves
-            self._guard.stdin.write("".join(f"{sign}{pid}\n" for pid in pids).encode())
-            self._guard.stdin.flush()
 
     async def _start_store(self) -> None:
         settings = self.settings
@@ -141,18 +137,7 @@ class Launcher:
             token_check=EtcdStore.token_check(settings.job, token),
         )
         await self._store.claim_job(record)
-        self._env = {
-            "OMP_NUM_THREADS": "1",
-            **{k: v for k, v in os.environ.items() if k not in ("KEEPSTEP_TOKEN", "MASTER_ADDR", "MASTER_PORT")},
-            "PYTHONUNBUFFERED": "1",
-            "NUM_REPLICAS": str(settings.replicas),
-            "KEEPSTEP_STORE": url,
-            "KEEPSTEP_JOB": settings.job,
-            "KEEPSTEP_TOKEN_FILE": str(self._token_file),
-            "KEEPSTEP_RUN_DIR": str(settings.run_dir),
-            "KEEPSTEP_FAULTS": "\n".join(settings.faults),
-            "KEEPSTEP_MIN_REPLICAS": str(settings.min_replicas),
-        }
+        self._env = settings.environment(os.environ, url, self._token_file)
 
     def _watch_etcd(self) -> None:
         assert self._etcd is not None
@@ -167,13 +152,13 @@ class Launcher:
             self._events.emit("etcd", {"code": self._etcd.poll()})
             try:
                 self._etcd.start()
-            except StoreError as error:
+            except (StoreError, ConfigError) as error:
                 self._say(str(error))
                 self._end(1)
             else:
                 self._watch_etcd()
 
-        loop.add_reader(pidfd, ended)
+        loop.add_reader(pidfd, self._guarded, ended)
 
     def _start(self, replica: Replica) -> None:
         if self._stopping or replica.over:
@@ -188,15 +173,16 @@ class Launcher:
                 start=self._start_process,
                 env=self._env,
                 logs=self.settings.run_dir / "logs",
-                on_exit=lambda rank: self._on_exit(replica, life, rank),
+                on_exit=lambda life, rank: self._guarded(self._on_exit, replica, life, rank),
             )
         except OSError as error:
             self._give_up(replica, f"its processes cannot be started: {error}")
             return
         replica.life = life
-        self._guard_says("+", life.pids)
-        store = self._store
+        guard, store = self._guard, self._store
+        assert guard is not None
         assert store is not None
+        guard.add(life.pids)
         self._tell.put_nowait(store.announce(ReplicaId(replica.id)))
         self._events.emit(
             "spawn",
@@ -226,24 +212,26 @@ class Launcher:
             return
         if life.failed is None and code != 0:
             life.note_failure(rank)
+            self._first_failure = self._first_failure or f"replica {replica.id} rank {rank}"
             rest = "; the rest of the replica is ended" if self.settings.ranks > 1 else ""
             self._say(f"replica {replica.id} rank {rank} {how_it_ended(code)}{rest}; the other replicas go on")
             life.kill()
-            self._tell_dead(life)
+            assert self._store is not None
+            self._tell.put_nowait(self._store.mark_dead([life.incarnation]))
         if life.running:
             if code == 0 and life.failed is None:
-                asyncio.get_running_loop().call_later(STRAGGLE_S, self._end_stragglers, replica, life)
+                loop = asyncio.get_running_loop()
+                loop.call_later(STRAGGLE_S, self._guarded, self._end_stragglers, replica, life)
             return
-        self._guard_says("-", life.pids)
-        life.kill()  # what the ranks have started themselves
+        life.bury()
+        assert self._guard is not None
+        self._guard.remove(life.pids)
         self._reap()
         self._after_life(replica, life)
 
     def _end_stragglers(self, replica: Replica, life: Life) -> None:
         if replica.life is life and life.running and not self._stopping:
-            self._say(
-                f"replica {replica.id}: a rank has ended {STRAGGLE_S:.0f} s ago, the others have not: ending them"
-            )
+            self._say(f"replica {replica.id}: one rank ended {STRAGGLE_S:.0f} s ago, others have not: ending them")
             life.kill()
 
     def _after_life(self, replica: Replica, life: Life) -> None:
@@ -273,7 +261,7 @@ class Launcher:
             self._give_up(replica, answer.reason)
         else:
             self._events.emit("restart", {"replica": replica.id, "pause_s": answer.pause_s})
-            asyncio.get_running_loop().call_later(answer.pause_s, self._start, replica)
+            asyncio.get_running_loop().call_later(answer.pause_s, self._guarded, self._start, replica)
 
     def _config_error(self, replica: Replica, sentence: str) -> None:
         self._trained = self._trained or any(r.life and self._has(r.life, b'"event": "commit"') for r in self.replicas)
@@ -308,10 +296,6 @@ class Launcher:
 
     # --- the store --------------------------------------------------------------------------------------------
 
-    def _tell_dead(self, life: Life) -> None:
-        assert self._store is not None
-        self._tell.put_nowait(self._store.mark_dead([life.incarnation]))
-
     async def _tell_store(self) -> None:
         """In order, and without holding up anything else. Leases cover for what is lost."""
         while True:
@@ -323,6 +307,15 @@ class Launcher:
 
     # --- ending -----------------------------------------------------------------------------------------------
 
+    def _guarded(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
+        """Runs a callback of the loop. An error of ours ends the job; asyncio would only log it, and the job would hang."""
+        try:
+            work(*args)
+        except Exception as error:  # top of the callbacks
+            log.exception("the launcher has failed")
+            self._say(f"the launcher itself has failed, which is a bug, and ends the job: {error!r}")
+            self._end(1)
+
     def _end(self, code: int) -> None:
         if not self._ended.done():
             self._ended.set_result(code)
@@ -331,8 +324,8 @@ class Launcher:
         if self._stopping:
             self._kill_all(signal.SIGKILL)
             return
-        self._stopping = True
-        self._say(f"{signal.Signals(number).name}: ending every rank")
+        self._stopping, self._signal = True, signal.Signals(number)
+        self._say(f"{self._signal.name}: ending every rank")
         self._kill_all(signal.SIGTERM)
         self._end(128 + number)
 
@@ -361,15 +354,14 @@ class Launcher:
             await self._store.close()
         if self._etcd is not None:
             self._etcd.stop()
+            self._etcd = None
         if self._zygote is not None:
             self._zygote.close()
             self._zygote = None
         self._reap()
         if self._guard is not None:
-            self._guard_says("-", [pid for life in lives for pid in life.pids])
-            assert self._guard.stdin is not None
-            self._guard.stdin.close()
-            self._guard.wait()
+            self._guard.remove(pid for life in lives for pid in life.pids)
+            self._guard.close()
         self._token_file.unlink(missing_ok=True)
 
     async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -378,39 +370,28 @@ class Launcher:
             await asyncio.sleep(0.01)
 
     def _reap(self) -> None:
-        """Ends and collects what has been orphaned onto us (we are its subreaper)."""
-        known = {pid for r in self.replicas if r.life is not None for pid in r.life.pids}
+        """Ends what has been orphaned onto us, but for that of lives that go on; at the end, all of it."""
+        lives = [r.life for r in self.replicas if r.life is not None]
+        known = {pid for life in lives for pid in life.pids}
         known |= {p.pid for p in (self._guard, self._etcd, self._zygote) if p is not None}
-        for pid in _children():
-            if pid in known:
-                continue
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has ended meanwhile
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+        going_on = [] if self._stopping else [life for life in lives if life.running]
+        reap(known, {life.incarnation for life in going_on}, {pid for life in going_on for pid in life.pids})
 
     def _say(self, words: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads us any more
             print(f"keepstep: {words}", file=sys.stderr, flush=True)
 
 
-def _children() -> list[int]:
-    found: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has ended
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-    return found
-
-
 def launch(settings: LaunchSettings) -> int:
     """Runs the job; returns the exit code."""
 
-    async def main() -> int:
-        return await Launcher(settings).run()
+    async def main() -> tuple[int, str]:
+        launcher = Launcher(settings)
+        code = await launcher.run()
+        return code, launcher.verdict(code)
 
-    (settings.run_dir / "run.json").write_text(
-        json.dumps({"script": str(settings.script), "args": settings.args, "job": settings.job}) + "\n"
-    )
-    code = asyncio.run(main())
-    state = "the job is complete" if code == 0 else f"the job has failed (exit code {code})"
-    print(f"keepstep: {state}; logs are in {settings.run_dir / 'logs'}", file=sys.stderr, flush=True)
+    about = {"script": str(settings.script), "args": settings.args, "job": settings.job}
+    (settings.run_dir / "run.json").write_text(json.dumps(about) + "\n")
+    code, verdict = asyncio.run(main())
+    print(f"keepstep: {verdict}; logs are in {settings.run_dir / 'logs'}", file=sys.stderr, flush=True)
     return code

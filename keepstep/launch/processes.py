@@ -3,7 +3,8 @@
 Every rank is a session of its own, so that it and whatever it starts can be killed as one group. Exits are seen at once
 (pidfd). Output goes to the terminal with a prefix, and without it to a log file a rank. Runs on the launcher's loop.
 
-Fails: OSError if a process cannot be started.
+Fails: OSError if a process cannot be started. Output that cannot be shown or kept is lost, and nothing else: a full disk, a
+closed terminal or odd bytes must not keep an exit from being seen.
 """
 
 import asyncio
@@ -16,6 +17,8 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from io import FileIO
 from pathlib import Path
 
 from keepstep.protocol.ids import Incarnation
@@ -49,9 +52,10 @@ class Output:
 
     def __init__(self, fd: int, prefix: str, log_path: Path, banner: str) -> None:
         self._fd, self._prefix, self._rest = fd, prefix, b""
-        self._log = log_path.open("ab")
-        self._log.write(banner.encode())
-        self._log.flush()
+        self._log: FileIO | None = None
+        with contextlib.suppress(OSError):  # a full disk must not stop training
+            self._log = FileIO(log_path, "a")
+        self._keep(banner.encode())
         self.last: deque[str] = deque(maxlen=LAST_LINES)
         os.set_blocking(fd, False)
         asyncio.get_running_loop().add_reader(fd, self.read)
@@ -71,20 +75,25 @@ class Output:
             self._take(data)
 
     def _take(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not stop training
-            self._log.write(data)
-            self._log.flush()
+        self._keep(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) >= MAX_LINE:
             lines, self._rest = [*lines, self._rest], b""
         self._show(lines)
 
+    def _keep(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not stop training
+            if self._log is not None:
+                self._log.write(data)
+
     def _show(self, lines: list[bytes]) -> None:
         words = [line.decode(errors="replace").rstrip("\r") for line in lines]
         self.last.extend(word for word in words if word.strip())
+        text = "".join(f"{self._prefix} {word}\n" for word in words)
         with contextlib.suppress(OSError):  # nobody reads us any more
-            sys.stdout.write("".join(f"{self._prefix} {word}\n" for word in words))
-            sys.stdout.flush()
+            if sys.stdout is not None:  # a terminal of another encoding gets question marks
+                sys.stdout.write(text.encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding))
+                sys.stdout.flush()
 
     def close(self) -> None:
         """The process has closed its end, or we stop listening."""
@@ -95,7 +104,8 @@ class Output:
         self._fd = -1
         if self._rest:
             self._show([self._rest])
-        self._log.close()
+        if self._log is not None:
+            self._log.close()
 
 
 class RankProcess:
@@ -134,7 +144,7 @@ class Life:
         start: Start,
         env: Mapping[str, str],
         logs: Path,
-        on_exit: Callable[[int], None],
+        on_exit: Callable[["Life", int], None],
     ) -> None:
         self.replica_id, self.number = replica_id, number
         self.incarnation = Incarnation(secrets.token_hex(8))
@@ -143,6 +153,7 @@ class Life:
         self.failed: int | None = None  # the rank that failed first
         self.killed = False  # by a signal
         self.cause = ""  # why, in words: what it said last
+        self._buried = False
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         host, port = listener.getsockname()
         try:
@@ -169,7 +180,7 @@ class Life:
                 banner = f"--- replica {replica_id} rank {rank}, life {number}, incarnation {self.incarnation} ---\n"
                 log = logs / f"replica{replica_id}-rank{rank}.log"
                 output = Output(reader, f"[r{replica_id}.k{rank}]", log, banner)
-                self.processes.append(RankProcess(rank, pid, output, on_exit))
+                self.processes.append(RankProcess(rank, pid, output, partial(on_exit, self)))
         except BaseException:
             self.kill()
             raise
@@ -189,8 +200,15 @@ class Life:
         return [p.pid for p in self.processes]
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
-        for process in self.processes:
-            process.kill(how)
+        """Every rank and what it has started. Does nothing once the life is buried."""
+        if not self._buried:
+            for process in self.processes:
+                process.kill(how)
+
+    def bury(self) -> None:
+        """Every rank has ended: ends what they had started. From now on their numbers may mean somebody else's processes."""
+        self.kill()
+        self._buried = True
 
     def note_failure(self, rank: int) -> None:
         """`rank` is the first to have failed; the others only follow."""

@@ -1,19 +1,20 @@
 """What `keepstep run` was asked to do, checked before anything starts.
 
-Fails: ConfigError, one sentence that says what is wrong and what to do.
+Fails: ConfigError, one sentence that says what is wrong and what to do. The run directory is made last, so that the same command
+works once the mistake is corrected.
 """
 
 import os
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.protocol.errors import ConfigError
-from keepstep.runtime.environment import read_token
 from keepstep.runtime.faults import Faults
 
-ENTRIES_OF_A_RUN = ("events", "logs", "faults.jsonl")
+ENTRIES_OF_A_RUN = ("events", "logs", "faults.jsonl", "token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,9 @@ class LaunchSettings:
                     f"--fault names replica {fault.replica} rank {fault.rank}, which this run does not have"
                 )
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        run_dir = run_dir or Path("runs") / f"{script.stem}-{stamp}"
+        name = f"{script.stem if job is None else check_job(job)}-{stamp}"
+        token = _token(token_file)
+        run_dir = run_dir or Path("runs") / name
         prepare(run_dir)
         return LaunchSettings(
             script=script,
@@ -78,13 +81,29 @@ class LaunchSettings:
             replicas=replicas,
             ranks=ranks,
             run_dir=run_dir.resolve(),
-            job=check_job(job) if job is not None else re.sub(r"[^\w.-]", "_", f"{script.stem}-{stamp}-{os.getpid()}"),
+            job=job if job is not None else re.sub(r"[^\w.-]", "_", f"{name}-{os.getpid()}"),
             store=store,
-            token=_token(token_file),
+            token=token,
             min_replicas=min_replicas,
             max_restarts=max_restarts,
             faults=faults,
         )
+
+    def environment(self, ours: Mapping[str, str], url: str, token_file: Path) -> dict[str, str]:
+        """What every rank is told, beside its own place in the job: `ours`, and over it what this run decides."""
+        return {
+            "OMP_NUM_THREADS": "1",
+            **{k: v for k, v in ours.items() if k not in ("KEEPSTEP_TOKEN", "MASTER_ADDR", "MASTER_PORT")},
+            "PYTHONUNBUFFERED": "1",
+            "NUM_REPLICAS": str(self.replicas),
+            "KEEPSTEP_STORE": url,
+            "KEEPSTEP_JOB": self.job,
+            "KEEPSTEP_HOST": "127.0.0.1",  # one machine, whatever is set for torchrun
+            "KEEPSTEP_TOKEN_FILE": str(token_file),
+            "KEEPSTEP_RUN_DIR": str(self.run_dir),
+            "KEEPSTEP_FAULTS": "\n".join(self.faults),
+            "KEEPSTEP_MIN_REPLICAS": str(self.min_replicas),
+        }
 
 
 def check_job(job: str) -> str:
@@ -105,6 +124,18 @@ def prepare(run_dir: Path) -> None:
 
 
 def _token(path: Path | None) -> bytes | None:
-    if path is not None:
-        return read_token({"KEEPSTEP_TOKEN_FILE": str(path)})
-    return os.environ["KEEPSTEP_TOKEN"].encode() if os.environ.get("KEEPSTEP_TOKEN") else None
+    """Stripped, as the ranks will read it from their file."""
+    if path is None:
+        token = os.environb.get(b"KEEPSTEP_TOKEN", b"")
+        if token and not token.strip():
+            raise ConfigError("KEEPSTEP_TOKEN is blank: set it to the job's secret, or unset it to have one made up")
+        return token.strip() or None
+    try:
+        token = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"--token-file {path} cannot be read ({error.strerror}): name a file that holds the job's secret"
+        ) from None
+    if not token:
+        raise ConfigError(f"--token-file {path} is empty: put the job's secret in it")
+    return token

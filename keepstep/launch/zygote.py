@@ -24,6 +24,7 @@ from keepstep.launch.child import become, tie_to_parent
 
 MAX_REQUEST = 1 << 20
 REPARENT_S = 5.0
+ANSWER_S = 120.0  # the first answer waits for torch's import; a stopped zygote must not stop the launcher for good
 PR_SET_NAME = 15
 PRELOAD = "keepstep.training.training"  # torch, FSDP2, etcd, HTTP: all that join() needs
 
@@ -39,6 +40,7 @@ class Zygote:
         from subprocess import DEVNULL, Popen  # only the launcher needs it
 
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(ANSWER_S)
         self._process = Popen(
             [sys.executable, "-m", "keepstep.launch.zygote", str(theirs.fileno())],
             stdin=DEVNULL,

@@ -1,14 +1,22 @@
 """The launcher with small scripts: exits, restarts, signals, and nothing left behind."""
 
+import asyncio
+import io
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from jobs import finish, kill_all, processes_of, read_events, run, start, wait_until
+from jobs import command, finish, kill_all, processes_of, read_events, run, start, wait_until
+
+from keepstep.launch.processes import Life, Output, start_cold
 
 # A rank that trains nothing, but says so as the real ones do, so that the launcher takes its lives for fruitful.
 PREFACE = """
@@ -93,6 +101,28 @@ def test_a_signal_ends_everything(tmp_path: Path, script: Callable[[str], Path],
         kill_all(run_dir)
 
 
+def test_a_second_signal_does_not_wait(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    run_dir = tmp_path / "run"
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsay('begun')\nwhile True:\n    threading.Event().wait(1)\n"
+    process = start(run_dir, "--replicas", "1", script=script(body))
+    try:
+        wait_until(lambda: any(e["event"] == "begun" for e in read_events(run_dir)))
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        while "SIGINT: ending every rank" not in process.stdout.readline():
+            assert process.poll() is None
+        second = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        result = finish(process, run_dir, 30)
+        assert result.code == 130, result.output
+        assert "the job was ended by SIGINT" in result.output
+        (end,) = result.of("exit")
+        assert end["code"] == -9
+        assert end["mono"] - second < 4.0, "the grace is 5 s"
+    finally:
+        kill_all(run_dir)
+
+
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, script: Callable[[str], Path]) -> None:
     """kill -9: ranks and etcd die with it (the kernel), what the ranks had started soon after (the guard)."""
     run_dir = tmp_path / "run"
@@ -126,6 +156,31 @@ say("final")
     assert not psutil.pid_exists(int((tmp_path / "run" / "orphan").read_text()))
 
 
+def test_what_a_healthy_replica_has_started_lives_on(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    """A daemon is orphaned onto the launcher, which must not take it for one of the replica that dies."""
+    body = """
+if replica == 1:
+    forever = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+    spawn = f"import subprocess; print(subprocess.Popen({forever!r}, start_new_session=True, stdout=-3, stderr=-3).pid)"
+    daemon = int(subprocess.run([sys.executable, "-c", spawn], capture_output=True, check=True).stdout)
+    (run_dir / "part").write_text(str(daemon))
+    (run_dir / "part").rename(run_dir / "daemon")
+    while "restart" not in (run_dir / "events" / "launcher.jsonl").read_text():
+        threading.Event().wait(0.01)
+    print("the daemon is", Path(f"/proc/{daemon}/stat").read_text().split()[2], flush=True)
+else:
+    while not (run_dir / "daemon").exists():
+        threading.Event().wait(0.01)
+    if life == 1:
+        sys.exit(3)
+say("final")
+"""
+    result = run(tmp_path / "run", "--replicas", "2", script=script(body))
+    assert result.code == 0, result.output
+    assert "[r1.k0] the daemon is S" in result.output
+    assert not psutil.pid_exists(int((tmp_path / "run" / "daemon").read_text())), "it ends with its own replica"
+
+
 def test_a_crash_loop_ends_and_names_its_cause(tmp_path: Path, script: Callable[[str], Path]) -> None:
     path = script("")
     path.write_text("raise ValueError('no such thing')\n")
@@ -134,6 +189,8 @@ def test_a_crash_loop_ends_and_names_its_cause(tmp_path: Path, script: Callable[
     for replica in range(2):
         assert f"replica {replica} is given up" in result.output
     assert "ValueError: no such thing" in result.output
+    last = result.output.splitlines()[-1]
+    assert "rank 0 failed first; logs are in" in last
     assert max(e["life"] for e in result.of("spawn")) == 2
 
 
@@ -213,3 +270,93 @@ def test_the_events_tell_the_story(tmp_path: Path, script: Callable[[str], Path]
     run(tmp_path / "run", "--replicas", "1", script=script("say('final')\n"))
     lines = (tmp_path / "run" / "events" / "launcher.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["spawn", "exit", "replica_done", "end"]
+
+
+def broken_run(tmp_path: Path, script: Path, patch: str) -> subprocess.CompletedProcess[str]:
+    """`keepstep run` with something in it broken."""
+    program = f"import keepstep.launch.launcher as launcher\nfrom keepstep.cli import main\n{patch}\nmain()\n"
+    options = command(tmp_path / "run", "--replicas", "1", script=script)[3:]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", program, *options], capture_output=True, text=True, timeout=60, env=env, check=False
+        )
+    finally:
+        kill_all(tmp_path / "run")
+
+
+def test_a_bug_of_the_launcher_ends_the_job_instead_of_hanging(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    patch = "launcher.Launcher._after_life = lambda *_: 1 / 0"
+    result = broken_run(tmp_path, script("say('final')\n"), patch)
+    assert result.returncode == 1, result.stderr
+    assert "keepstep: the launcher itself has failed" in result.stderr
+    assert "ZeroDivisionError" in result.stderr
+
+
+def test_a_machine_without_etcd(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    patch = """
+import keepstep.runtime.etcd_server as etcd_server
+def find_etcd():
+    raise etcd_server.ConfigError("no etcd server was found")
+etcd_server.find_etcd = find_etcd
+"""
+    result = broken_run(tmp_path, script(""), patch)
+    assert (result.returncode, result.stderr) == (78, "keepstep: no etcd server was found\n")
+
+
+def test_output_that_can_be_neither_kept_nor_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, and a terminal that knows no accents, must not keep an exit from being seen."""
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+
+    async def main() -> None:
+        reader, writer = os.pipe()
+        output = Output(reader, "[x]", Path("/dev/full"), "banner\n")
+        os.write(writer, "caf\u00e9 \u2713\n".encode() + b"\xff the end")
+        os.close(writer)
+        output.read()
+        assert list(output.last) == ["caf\u00e9 \u2713", "\ufffd the end"]
+
+    asyncio.run(main())
+    assert shown.getvalue() == b"[x] caf? ?\n[x] ? the end\n"
+
+
+def life(tmp_path: Path, start: Any, on_exit: Callable[[Life, int], None]) -> Life:
+    path = tmp_path / "script.py"
+    path.write_text("import threading\nthreading.Event().wait()\n")
+    return Life(
+        replica_id=0, number=1, ranks=2, args=[str(path)], start=start, env=dict(os.environ), logs=tmp_path, on_exit=on_exit
+    )  # fmt: skip
+
+
+def test_a_life_that_cannot_begin_leaves_no_rank(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def start(args: Any, env: Any, output: int, listener: int | None) -> int:
+        if pids:
+            raise OSError("no more processes")
+        pids.append(start_cold(args, env, output, listener))
+        return pids[0]
+
+    async def main() -> None:
+        ended: asyncio.Future[tuple[Life, int]] = asyncio.get_running_loop().create_future()
+        with pytest.raises(OSError, match="no more processes"):
+            life(tmp_path, start, lambda *of: ended.set_result(of))
+        half, rank = await asyncio.wait_for(ended, 30)
+        assert (rank, half.pids, half.codes) == (0, pids, [-9])
+
+    asyncio.run(main())
+
+
+def test_the_numbers_of_a_buried_life_belong_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        over = asyncio.Event()
+        half = life(tmp_path, start_cold, lambda of, _: None if of.running else over.set())
+        half.kill()
+        await asyncio.wait_for(over.wait(), 30)
+        half.bury()
+        monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("it may be anybody's by now"))
+        half.kill()
+        half.bury()
+
+    asyncio.run(main())
