@@ -3,21 +3,27 @@
 import hashlib
 import json
 import queue
+import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from keepstep.protocol.errors import TransferError
 from keepstep.protocol.ids import ReplicaId, Seq, Step
 from keepstep.protocol.messages import StateName
 from keepstep.runtime import state_fetcher
 from keepstep.runtime.state_fetcher import FetchedState, StateFetcher
+from keepstep.runtime.state_http import AUTH, CHECKSUM, PROOF, Signer
 from keepstep.runtime.state_server import StateServer
 
 STATE = StateName(step=Step(3), lineage=Seq(7))
@@ -109,14 +115,20 @@ threading.Event().wait()
 
 
 def test_a_source_that_is_killed_is_replaced(world: Fixture) -> None:
-    """kill -9 while it answers its fourth request: the other one serves what is missing."""
+    """kill -9 while it answers its fourth request: the other one, which sends nothing before that, serves what is missing."""
+
+    class Patient(Source):
+        def read(self, state: StateName, lo: int, hi: int) -> bytes | None:
+            process.wait(10)
+            return super().read(state, lo, hi)
+
     process = subprocess.Popen(
         [sys.executable, "-c", SERVER.format(tests=str(Path(__file__).parent))], stdout=subprocess.PIPE
     )
     try:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        got = world.fetch(world.serve(Source()), (ReplicaId(1), "127.0.0.1", port))
+        got = world.fetch(world.serve(Patient()), (ReplicaId(1), "127.0.0.1", port))
         assert bytes(got.data) == CONTENT
         assert process.wait(10) == -9
     finally:
@@ -126,11 +138,12 @@ def test_a_source_that_is_killed_is_replaced(world: Fixture) -> None:
         process.stdout.close()
 
 
-def test_sources_that_do_not_hold_it_are_left_out(world: Fixture) -> None:
-    class LetGo(Source):
-        def read(self, state: StateName, lo: int, hi: int) -> bytes | None:
-            return None
+class LetGo(Source):
+    def read(self, state: StateName, lo: int, hi: int) -> bytes | None:
+        return None
 
+
+def test_sources_that_do_not_hold_it_are_left_out(world: Fixture) -> None:
     got = world.fetch(world.serve(LetGo()), world.serve(Source()))
     assert bytes(got.data) == CONTENT
     assert got.bytes_from[ReplicaId(0)] == 0
@@ -199,3 +212,186 @@ def test_a_throttled_fetch_is_slow_and_whole(world: Fixture) -> None:
     got = world.done.get(timeout=30)
     assert isinstance(got, FetchedState)
     assert bytes(got.data) == content
+
+
+class Stuck(Source):
+    """Says when it is asked, and does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate.clear()
+        self.asked = threading.Semaphore(0)
+
+    def manifest(self, state: StateName) -> bytes | None:
+        self.asked.release()
+        return super().manifest(state)
+
+
+def test_a_stopped_server_frees_its_readers_in_bounded_time(world: Fixture) -> None:
+    source = Stuck()
+    world.fetcher.fetch(STATE, [world.serve(source)], world.done.put)
+    try:
+        assert source.asked.acquire(timeout=10)
+        began = time.monotonic()
+        world.servers[0].stop()
+        assert time.monotonic() - began < 4, "stop waited for the reader"
+        assert isinstance(world.done.get(timeout=5), TransferError)
+    finally:
+        source.gate.set()
+
+
+def test_cancel_and_close_do_not_wait_for_a_source_that_is_stuck(world: Fixture) -> None:
+    source = Stuck()
+    where = world.serve(source)
+    try:
+        handle = world.fetcher.fetch(STATE, [where], world.done.put)
+        assert source.asked.acquire(timeout=10)
+        handle.cancel()
+        world.fetcher.fetch(STATE, [where], world.done.put)
+        assert source.asked.acquire(timeout=10)
+        began = time.monotonic()
+        world.fetcher.close()
+        assert time.monotonic() - began < 4, "close waited for the source"
+        assert world.done.empty(), "a fetch that was cancelled spoke"
+    finally:
+        source.gate.set()
+
+
+def test_a_source_that_has_not_reached_the_state_is_asked_again(world: Fixture) -> None:
+    class Late(Source):
+        def manifest(self, state: StateName) -> bytes | None:
+            self.not_at_first("manifest")
+            return super().manifest(state)
+
+        def read(self, state: StateName, lo: int, hi: int) -> bytes | None:
+            self.not_at_first(f"read {lo}")
+            return super().read(state, lo, hi)
+
+        def not_at_first(self, what: str) -> None:
+            with lock:
+                new = what not in early
+                early.add(what)
+            if new:
+                raise TimeoutError("not yet")
+
+    early: set[str] = set()
+    lock = threading.Lock()
+    assert bytes(world.fetch(world.serve(Late())).data) == CONTENT
+    assert {"manifest", "read 0"} < early
+
+
+def test_all_sources_that_hold_nothing_are_named(world: Fixture) -> None:
+    with pytest.raises(TransferError, match=r"replica 0.*410.*replica 1.*410"):
+        world.fetch(world.serve(LetGo()), world.serve(LetGo()))
+
+
+def test_a_source_that_says_nothing_is_left_out(world: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a frozen process does: the kernel still takes the connection."""
+    monkeypatch.setattr(state_fetcher, "SILENT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        mute = (ReplicaId(9), "127.0.0.1", silent.getsockname()[1])
+        got = world.fetch(world.serve(Source()), mute)
+        assert bytes(got.data) == CONTENT
+        assert got.bytes_from[ReplicaId(9)] == 0
+        began = time.monotonic()
+        with pytest.raises(TransferError, match="replica 9"):
+            world.fetch(mute)
+        assert time.monotonic() - began < 5
+
+
+@contextmanager
+def liar(answer: Callable[[str, str], tuple[bytes, dict[str, str]]]) -> Iterator[tuple[ReplicaId, str, int]]:
+    """An HTTP server at the port where a source should be; `answer` gets path and nonce."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body, headers = answer(self.path, self.headers[AUTH].partition(":")[0])
+            self.send_response(200)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield ReplicaId(9), "127.0.0.1", server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _signed(nonce: str, body: bytes, *, sent: bytes | None = None) -> tuple[bytes, dict[str, str]]:
+    """An answer of somebody who holds the token; `sent` is what arrives instead of `body`."""
+    checksum = xxhash.xxh3_64_hexdigest(body)
+    headers = {CHECKSUM: checksum, PROOF: Signer("j/0", b"t").answer(nonce, checksum)}
+    return body if sent is None else sent, headers
+
+
+def _unsigned(_path: str, _nonce: str) -> tuple[bytes, dict[str, str]]:
+    return CONTENT[:100], {CHECKSUM: xxhash.xxh3_64_hexdigest(CONTENT[:100])}
+
+
+def _not_even_text(_path: str, _nonce: str) -> tuple[bytes, dict[str, str]]:
+    return b"{}", {CHECKSUM: "\xff", PROOF: "\xfe"}
+
+
+def _bits_flip(path: str, nonce: str) -> tuple[bytes, dict[str, str]]:
+    if path.endswith("manifest"):
+        return _signed(nonce, json.dumps({"total": 100}).encode())
+    return _signed(nonce, CONTENT[:100], sent=bytes(100))
+
+
+def _too_short(path: str, nonce: str) -> tuple[bytes, dict[str, str]]:
+    return _signed(nonce, json.dumps({"total": 100}).encode() if path.endswith("manifest") else CONTENT[:99])
+
+
+def _no_manifest(_path: str, nonce: str) -> tuple[bytes, dict[str, str]]:
+    return _signed(nonce, b"[1, 2]")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (_unsigned, "token"),
+        (_not_even_text, "token"),
+        (_bits_flip, "checksum"),
+        (_too_short, "99 bytes instead of 100"),
+        (_no_manifest, "manifest"),
+    ],
+)
+def test_answers_that_cannot_be_right_are_not_taken(
+    world: Fixture, answer: Callable[[str, str], tuple[bytes, dict[str, str]]], why: str
+) -> None:
+    with liar(answer) as where:
+        with pytest.raises(TransferError, match=why):
+            world.fetch(where)
+        if answer is not _no_manifest:  # any manifest that is signed is believed
+            got = world.fetch(world.serve(Source(CONTENT[:100])), where)
+            assert bytes(got.data) == CONTENT[:100]
+            assert got.bytes_from[ReplicaId(9)] == 0
+
+
+def test_no_memory_is_a_sentence(world: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_size: int) -> memoryview:
+        raise MemoryError
+
+    monkeypatch.setattr(state_fetcher, "big_buffer", none_left)
+    with pytest.raises(TransferError, match="no memory"):
+        world.fetch(world.serve(Source()))
+
+
+def test_the_throttle_counts_all_sources_together(world: Fixture) -> None:
+    content = CONTENT[:100_000]
+    sources = [world.serve(Source(content)) for _ in range(2)]
+    began = time.monotonic()
+    world.fetcher.fetch(STATE, sources, world.done.put, throttle_bytes_per_s=200_000)
+    got = world.done.get(timeout=30)
+    assert isinstance(got, FetchedState)
+    assert bytes(got.data) == content
+    assert time.monotonic() - began > 0.45

@@ -32,7 +32,8 @@ def test_every_byte_is_delivered_once_or_all_sources_failed(total: int, range_by
         if data.draw(st.integers(0, 9)) == 0:
             transfer.failed(source, "it died")
             gone.add(source)
-            asked = [(s, p) for s, p in asked if s != source]
+            if data.draw(st.booleans()):  # else what was on its way from it still comes, late
+                asked = [(s, p) for s, p in asked if s != source]
         elif transfer.done(source, part):
             for i in range(*part):
                 delivered[i] += 1
@@ -74,3 +75,19 @@ def test_nobody_to_ask() -> None:
         Transfer(1, [], range_bytes=1).failed(SOURCES[0], "who?")
     with pytest.raises(ValueError, match="range_bytes"):
         Transfer(1, SOURCES, range_bytes=0)
+
+
+def test_what_a_failed_source_owed_goes_to_the_others_and_counts_once() -> None:
+    transfer = Transfer(30, SOURCES[:2], range_bytes=10)
+    assert transfer.next_range(SOURCES[0]) == (0, 10)
+    transfer.failed(SOURCES[0], "it let the state go")
+    transfer.failed(SOURCES[0], "and its connection ended")
+    assert transfer.why == "replica 0: it let the state go", "the first reason is the cause"
+    assert transfer.next_range(SOURCES[0]) is None
+    assert transfer.next_range(SOURCES[1]) == (0, 10), "what was lost comes first"
+    assert transfer.done(SOURCES[0], (0, 10)), "late, but whole"
+    assert not transfer.done(SOURCES[1], (0, 10))
+    assert transfer.bytes_from == {SOURCES[0]: 10, SOURCES[1]: 0}
+    assert transfer.missing == 20
+    transfer.failed(SOURCES[1], "it died")
+    assert transfer.exhausted
