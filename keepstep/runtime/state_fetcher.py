@@ -34,7 +34,7 @@ log = logging.getLogger("keepstep")
 
 MAX_MANIFEST = 256 << 20
 MAX_TOTAL = 1 << 40
-RANGE_BYTES = 4 << 20
+RANGE_BYTES, SMALL_RANGE = 4 << 20, 128 << 10
 PER_SOURCE = 2  # requests under way to one source, so that it can read while the other travels
 SILENT_S = 6.0  # a source answers within two seconds, if only to say "not yet"
 NOT_YET_S = 120.0  # a source may take so long to reach the state that it was named for
@@ -54,7 +54,11 @@ class FetchedState:
 
 
 class _Refused(Exception):
-    """A source did not give what was asked for, in words."""
+    """A source did not give what was asked for, in words that do not name it."""
+
+
+class _Damaged(_Refused):
+    """What it gave failed its checksum."""
 
 
 class _Cancelled(Exception):
@@ -65,7 +69,7 @@ class _Connection:
     """One thread's connection to one source."""
 
     def __init__(self, source: Source, signer: Signer, fetch: "FetchHandle") -> None:
-        self._replica, host, port = source
+        _, host, port = source
         self._signer, self._fetch = signer, fetch
         self._http = http.client.HTTPConnection(host, port, timeout=SILENT_S)
 
@@ -78,14 +82,17 @@ class _Connection:
                 body = self._ask(path, target, limit)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 self._fetch.check()  # we may have shut the connection ourselves
-                raise _Refused(f"replica {self._replica}: {error or type(error).__name__}") from None
+                raise _Refused(str(error) or type(error).__name__) from None
             if body is not None:
                 return body
-        raise _Refused(f"replica {self._replica} did not reach the state in {NOT_YET_S:.0f} s")
+        raise _Refused(f"it did not reach the state in {NOT_YET_S:.0f} s")
 
     def _ask(self, path: str, target: memoryview | None, limit: int) -> bytes | memoryview | None:
         """None: not yet."""
         nonce = secrets.token_hex(16)
+        if self._http.sock is None:
+            self._http.connect()
+            self._fetch.check()  # cancelled while there was no socket yet that could be shut
         self._http.request("GET", path, headers={AUTH: f"{nonce}:{self._signer.request(path, nonce)}"})
         response = self._http.getresponse()
         if response.status != 200:
@@ -93,17 +100,17 @@ class _Connection:
             response.read()
             if response.status == 503:
                 return None
-            raise _Refused(f"replica {self._replica} answered {response.status}: {text}")
+            raise _Refused(f"it answered {response.status}: {text}")
         length = response.length
         if length is None or length > limit or (target is not None and length != len(target)):
-            raise _Refused(f"replica {self._replica} sent {length} bytes instead of {limit}")
+            raise _Refused(f"it sent {length} bytes instead of {limit}")
         body = response.read() if target is None else _read_into(response, target)
         checksum = response.headers.get(CHECKSUM, "")
         proof = response.headers.get(PROOF, "")
         if not hmac.compare_digest(proof.encode(), self._signer.answer(nonce, checksum).encode()):
-            raise _Refused(f"replica {self._replica} does not hold the job token")
+            raise _Refused("it does not hold the job token")
         if xxhash.xxh3_64_hexdigest(body) != checksum:
-            raise _Refused(f"replica {self._replica}: its bytes failed their checksum")
+            raise _Damaged("its bytes failed their checksum")
         return body
 
     def shut(self) -> None:
@@ -255,8 +262,7 @@ class StateFetcher:
             data = big_buffer(total)
         except (MemoryError, OSError):
             raise TransferError(f"there is no memory for the {total} bytes of state {handle.state.step}") from None
-        throttle = handle.throttle
-        size = RANGE_BYTES if throttle is None else max(1024, min(RANGE_BYTES, int(throttle / 8)))
+        size = range_size(total, len(handle.sources), handle.throttle)
         transfer = Transfer(total, [s[0] for s in handle.sources], range_bytes=size)
         stripes = _Stripes(handle, transfer, data, size, self._fault)
         for source in handle.sources:
@@ -283,7 +289,7 @@ class StateFetcher:
             try:
                 found.append(bytes(handle.connect(source).get(path, None, MAX_MANIFEST)))
             except _Refused as error:
-                reasons.append(str(error))
+                reasons.append(f"replica {source[0]}: {error}")
 
         for source in handle.sources:
             handle.spawn(lambda source=source: ask(source))  # type: ignore[misc]
@@ -318,19 +324,27 @@ class _Stripes:
         while (part := self._next(replica)) is not None:
             try:
                 self._take(connection, replica, part, stage[: part[1] - part[0]])
+            except _Damaged as error:
+                log.warning("a range of state %d came damaged from replica %d", self._handle.state.step, replica)
+                with self._handle.changed:
+                    self._transfer.damaged(replica, part, str(error))
+                    self._handle.changed.notify_all()
             except _Refused as error:
-                log.info("fetching state %d goes on without one source: %s", self._handle.state.step, error)
+                log.info("fetching state %d goes on without replica %d: %s", self._handle.state.step, replica, error)
                 with self._handle.changed:
                     self._transfer.failed(replica, str(error))
                     self._handle.changed.notify_all()
 
     def _next(self, replica: ReplicaId) -> Range | None:
         transfer, changed = self._transfer, self._handle.changed
+        if self._handle.throttle is not None:  # before a range is chosen, or others would take it for slow
+            self._handle.pause(max(0.0, self._started + self._taken / self._handle.throttle - time.monotonic()))
         with changed:
             while not transfer.complete and replica not in transfer.reasons:
                 self._handle.check()
                 part = transfer.next_range(replica)
                 if part is not None:
+                    self._taken += part[1] - part[0]
                     return part
                 changed.wait()
         return None
@@ -339,13 +353,16 @@ class _Stripes:
         lo, hi = part
         connection.get(f"{self._path}?lo={lo}&hi={hi}", stage, hi - lo)
         self._fault("range")
-        if self._handle.throttle is not None:
-            self._taken += hi - lo
-            self._handle.pause(max(0.0, self._started + self._taken / self._handle.throttle - time.monotonic()))
         with self._handle.changed:
             if self._transfer.done(replica, part):
                 self._data[lo:hi] = stage
             self._handle.changed.notify_all()
+
+
+def range_size(total: int, sources: int, throttle: float | None) -> int:
+    """Bytes to ask for at once: small enough that what is asked for twice at the end is little of the whole."""
+    size = min(RANGE_BYTES, max(SMALL_RANGE, total // (8 * sources)))
+    return size if throttle is None else max(1024, min(size, int(throttle / 8)))
 
 
 def _total_of(manifest: bytes) -> int:

@@ -1,10 +1,16 @@
-"""Serves this rank's part of the states it holds; see `runtime.state_http` for the conversation."""
+"""Serves this rank's part of the states it holds; see `runtime.state_http` for the conversation.
+
+A loop in a thread of its own; reading the state may block, so it happens in a small pool, from which `fault` is called too. Every
+request must prove itself before anything else about it is looked at.
+"""
 
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import xxhash
 from aiohttp import web
@@ -12,12 +18,35 @@ from aiohttp import web
 from keepstep.ports import StateSource
 from keepstep.protocol.ids import Seq, Step
 from keepstep.protocol.messages import StateName
-from keepstep.runtime.state_http import AUTH, CHECKSUM, PROOF, STOP_S, LoopThread, Signer
+from keepstep.runtime.state_http import AUTH, CHECKSUM, PROOF, STOP_S, Signer
 
 log = logging.getLogger("keepstep")
 
 MAX_RANGE = 64 << 20
 READERS = 8
+NAME = r"/state/{step:[0-9]{1,18}}/{lineage:[0-9]{1,18}}"
+
+
+class LoopThread:
+    """An asyncio loop in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def call(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
+
+    def end(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(STOP_S)
+        if not self._thread.is_alive():
+            self.loop.close()
 
 
 class StateServer:
@@ -45,8 +74,8 @@ class StateServer:
 
     async def _start(self) -> None:
         app = web.Application()
-        app.router.add_get(r"/state/{step:\d+}/{lineage:\d+}/manifest", self._manifest)
-        app.router.add_get(r"/state/{step:\d+}/{lineage:\d+}/bytes", self._bytes)
+        app.router.add_get(NAME + "/manifest", self._manifest)
+        app.router.add_get(NAME + "/bytes", self._bytes)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, 0, backlog=256)
@@ -71,27 +100,29 @@ class StateServer:
     def _nonce(self, request: web.Request) -> str | None:
         """The nonce of a caller who holds the token, or None."""
         nonce, _, proof = request.headers.get(AUTH, "").partition(":")
-        if nonce and hmac.compare_digest(proof.encode(), self._signer.request(request.path_qs, nonce).encode()):
+        mine = self._signer.request(request.path_qs, nonce)
+        if nonce and hmac.compare_digest(proof.encode(errors="surrogateescape"), mine.encode()):
             return nonce
         log.warning("refused %s to %s: it does not hold the job token", request.path, request.remote)
         return None
 
     async def _manifest(self, request: web.Request) -> web.Response:
-        state = _state_of(request)
-        return await self._answer(request, lambda: self._source.manifest(state))
+        nonce, state = self._nonce(request), _state_of(request)
+        return await self._answer(nonce, lambda: self._source.manifest(state))
 
     async def _bytes(self, request: web.Request) -> web.Response:
-        state = _state_of(request)
+        nonce, state = self._nonce(request), _state_of(request)
+        if nonce is None:
+            return await self._answer(None, lambda: None)
         try:
             lo, hi = int(request.query["lo"]), int(request.query["hi"])
         except (KeyError, ValueError):
             return web.Response(status=400, text="lo and hi must be whole numbers")
         if not 0 <= lo < hi or hi - lo > MAX_RANGE:
             return web.Response(status=400, text=f"0 <= lo < hi and at most {MAX_RANGE} bytes, please")
-        return await self._answer(request, lambda: self._source.read(state, lo, hi))
+        return await self._answer(nonce, lambda: self._source.read(state, lo, hi))
 
-    async def _answer(self, request: web.Request, read: Callable[[], bytes | bytearray | None]) -> web.Response:
-        nonce = self._nonce(request)
+    async def _answer(self, nonce: str | None, read: Callable[[], bytes | bytearray | None]) -> web.Response:
         if nonce is None:
             return web.Response(status=401, text="this job's token is needed")
 

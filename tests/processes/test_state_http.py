@@ -1,6 +1,7 @@
 """State over real HTTP: striping, failover, a source that is killed, wrong tokens, cancelling, stopping."""
 
 import hashlib
+import http.client
 import json
 import queue
 import socket
@@ -8,8 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -170,11 +169,72 @@ def test_requests_without_proof_or_sense(world: Fixture) -> None:
     for path, code in (
         ("/state/3/7/manifest", 401), ("/state/3/7/bytes?lo=0&hi=1", 401), ("/state/3/7/bytes?lo=5&hi=1", 400),
         ("/state/3/7/bytes?lo=0&hi=99999999999", 400), ("/state/3/7/bytes", 400), ("/state/x/7/manifest", 404), ("/", 404),
+        (f"/state/{'9' * 5000}/7/manifest", 404),
     ):  # fmt: skip
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10)
-        assert caught.value.code == code
-        caught.value.close()
+        assert status(host, port, path, "") in {code, 401}, "without a proof"
+        assert status(host, port, path, f"n:{Signer('j/0', b't').request(path, 'n')}") in (
+            {code} if code != 401 else {200}
+        )
+        assert status(host, port, path, "\xff\xfe:\xff") in {401, 404}, "garbage instead of a proof"
+    assert status(host, port, "/state/3/7/bytes", "") == 401, "a stranger is not told what a good request would be"
+
+
+def status(host: str, port: int, path: str, proof: str) -> int:
+    """What a GET with this proof is answered."""
+    connection = http.client.HTTPConnection(host, port, timeout=10)
+    try:
+        connection.request("GET", path, headers={AUTH: proof} if proof else {})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_cancelling_while_a_thread_connects_does_not_wait(world: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no socket yet that could be shut: the thread must look again once it has one."""
+    connecting, go_on = threading.Semaphore(0), threading.Event()
+    real = http.client.HTTPConnection.connect
+
+    def slow(connection: http.client.HTTPConnection) -> None:
+        connecting.release()
+        assert go_on.wait(30)
+        real(connection)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", slow)
+    source = Stuck()
+    try:
+        handle = world.fetcher.fetch(STATE, [world.serve(source)], world.done.put)
+        assert connecting.acquire(timeout=10)
+        handle.cancel()
+        go_on.set()
+        began = time.monotonic()
+        world.fetcher.close()
+        assert time.monotonic() - began < 3
+        assert not source.asked.acquire(blocking=False), "a cancelled fetch asked for bytes"
+    finally:
+        source.gate.set()
+
+
+def test_healthy_sources_are_hardly_asked_twice(world: Fixture) -> None:
+    sources = [Source() for _ in range(4)]
+    world.fetch(*(world.serve(s) for s in sources))
+    read = sum(hi - lo for source in sources for lo, hi in source.reads)
+    assert read <= len(CONTENT) * 1.4, f"{read} bytes were read for {len(CONTENT)}"
+
+
+def test_one_damaged_range_does_not_cost_the_only_source(world: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, fetching, damaged = xxhash.xxh3_64_hexdigest, "keepstep-fetch", iter([True])
+
+    def checksum(body: bytes) -> str:
+        mine = threading.current_thread().name == fetching and len(body) > 1000
+        return "0" * 16 if mine and next(damaged, False) else real(body)
+
+    where = world.serve(Source())
+    monkeypatch.setattr(state_fetcher.xxhash, "xxh3_64_hexdigest", checksum)
+    assert bytes(world.fetch(where).data) == CONTENT
+    assert next(damaged, None) is None, "no range was damaged"
+    damaged = iter(lambda: True, None)
+    with pytest.raises(TransferError, match="replica 0: its bytes failed their checksum"):
+        world.fetch(where)
 
 
 def test_nobody_is_left_is_a_sentence(world: Fixture) -> None:

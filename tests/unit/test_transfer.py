@@ -91,3 +91,27 @@ def test_what_a_failed_source_owed_goes_to_the_others_and_counts_once() -> None:
     assert transfer.missing == 20
     transfer.failed(SOURCES[1], "it died")
     assert transfer.exhausted
+
+
+def test_only_a_source_that_owes_nothing_repeats_and_the_least_asked_range_first() -> None:
+    transfer = Transfer(40, SOURCES, range_bytes=10)
+    slow, other, third = SOURCES
+    assert [transfer.next_range(slow) for _ in range(2)] == [(0, 10), (10, 20)]
+    assert transfer.next_range(other) == (20, 30)
+    assert transfer.next_range(third) == (30, 40)
+    assert transfer.next_range(other) is None, "it still owes a range itself"
+    assert transfer.done(other, (20, 30))
+    assert transfer.done(third, (30, 40))
+    assert transfer.next_range(other) == (0, 10)
+    assert transfer.next_range(third) == (10, 20), "not the one that somebody repeats already"
+
+
+def test_a_source_may_damage_one_range() -> None:
+    transfer = Transfer(20, SOURCES[:1], range_bytes=10)
+    for part in ((0, 10), (10, 20)):
+        assert transfer.next_range(SOURCES[0]) == part
+    transfer.damaged(SOURCES[0], (0, 10), "its checksum is wrong")
+    assert transfer.next_range(SOURCES[0]) == (0, 10)
+    transfer.damaged(SOURCES[0], (10, 20), "its checksum is wrong")
+    assert transfer.exhausted
+    assert transfer.why == "replica 0: its checksum is wrong"
