@@ -21,11 +21,11 @@ Invariants: an attempt's gradients are exchanged only under a decision that star
 replica exactly the attempt's units; orders for a step are given once; pure, no clock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.protocol.errors import InvariantViolation
-from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq, UnitId
+from keepstep.protocol.ids import QuorumId, Rank, ReplicaId, Seq, UnitId
 from keepstep.protocol.messages import (
     Abort,
     Decided,
@@ -39,6 +39,7 @@ from keepstep.protocol.messages import (
     Loaded,
     Member,
     Peer,
+    Reader,
     RingBroken,
     Role,
     StartOver,
@@ -135,9 +136,9 @@ class CancelFetch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serve:
-    """States that somebody may be fetching from us: they must stay readable (copy before write)."""
+    """Who may be fetching which state from us: these must stay readable (copy before write)."""
 
-    states: frozenset[StateName]
+    readers: Mapping[Reader, StateName]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,23 +150,24 @@ Effect = GiveOrder | ConfigureRing | BreakRing | BeginExchanges | StartFetch | C
 
 
 class Serving:
-    """Which of our states others may still be reading, judged from the decisions alone.
+    """Who may still be reading which of our states, judged from the decisions alone.
 
     A member that starts a fetch reads the decision's base until a later decision shows it as a WORKER, starting another
     fetch, or gone.
     """
 
     def __init__(self) -> None:
-        self._readers: dict[Incarnation, StateName] = {}
+        self._readers: dict[Reader, StateName] = {}
 
-    def on_decision(self, decision: Decision, *, we_hold_it: bool) -> frozenset[StateName]:
-        """The states to keep readable from now on."""
+    def on_decision(self, decision: Decision, *, we_hold_it: bool) -> dict[Reader, StateName]:
+        """The readers from now on; their states must be kept readable."""
         still = {m.incarnation for m in decision.members if m.role is Role.CATCHING_UP and not m.fetch}
-        self._readers = {reader: state for reader, state in self._readers.items() if reader in still}
+        readers = {reader: state for reader, state in self._readers.items() if reader.incarnation in still}
         if we_hold_it:
             new = (m for m in decision.members if m.role is Role.CATCHING_UP and m.fetch)
-            self._readers.update({m.incarnation: decision.start for m in new})
-        return frozenset(self._readers.values())
+            readers.update({Reader(incarnation=m.incarnation, since=decision.seq): decision.start for m in new})
+        self._readers = readers
+        return dict(readers)
 
 
 class RankMachine:
@@ -230,7 +232,7 @@ class RankMachine:
                     "the job would start from this process's initial state, which it no longer has"
                 )
             self.held = decision.start  # the job starts from our initial state
-        effects.append(Serve(states=self._serving.on_decision(decision, we_hold_it=me.role is Role.WORKER)))
+        effects.append(Serve(readers=self._serving.on_decision(decision, we_hold_it=me.role is Role.WORKER)))
         if me.role is Role.WORKER:
             effects += self._work(decision, me)
         else:

@@ -44,6 +44,14 @@ class StateName:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """One fetch of a state. A replica that starts over reads everything again, so it is another reader then."""
+
+    incarnation: Incarnation
+    since: Seq  # the decision that told it to fetch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerState:
     """Which units are committed, as of one state. Part of the replicated state; see `protocol/ledger.py`.
 

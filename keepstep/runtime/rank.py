@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from keepstep.protocol import catch_up as rank_effects
 from keepstep.protocol.catch_up import Apply, LoadState, Order, RankMachine
 from keepstep.protocol.errors import InvariantViolation, LocalProtocolError, ReplicaLost, TransferError
 from keepstep.protocol.ids import LEADER
-from keepstep.protocol.messages import Endpoint, Hello, LedgerState, Policy, StateName, Upward, Verdict, Vote
+from keepstep.protocol.messages import Endpoint, Hello, LedgerState, Policy, Reader, StateName, Upward, Verdict, Vote
 from keepstep.protocol.step import StepSettings
 from keepstep.runtime.attempts import Attempts
 from keepstep.runtime.engine import Engine
@@ -58,7 +58,7 @@ class DataPlane:
     """What `training` brings along once the model is built."""
 
     source: StateSource
-    serve: Callable[[frozenset[StateName]], None]
+    serve: Callable[[Mapping[Reader, StateName]], None]
     zero_contribution: Callable[[], list[ExchangeBuffer]]
     exchanges: int
     layout_digest: str
@@ -230,7 +230,7 @@ class RankRuntime:
         """Stops every thread; bounded in time. Main thread."""
         self._closing = True
         if self._plane is not None:
-            self._plane.serve(frozenset())
+            self._plane.serve({})
         try:
             self._call(self._close(), timeout=15.0)
         finally:
@@ -365,7 +365,7 @@ class RankRuntime:
             case rank_effects.CancelFetch():
                 self._cancel_fetch()
             case rank_effects.Serve():
-                plane.serve(effect.states)
+                plane.serve(effect.readers)
             case rank_effects.SendUp():
                 self._spawn(self._send_up(effect.message))
 

@@ -5,8 +5,9 @@ adds. Tensors are laid out one after the other (64-byte aligned); everything els
 no pickle.
 
 *Copy before write*: peers read straight from the live tensors for as long as they hold the wanted state. Just before the
-optimizer overwrites it, the ranges that nobody has read yet are copied aside, and readers go on with the copy. If that
-would take more than `copy_bytes_max`, the state is let go and the reader starts over from a newer one.
+optimizer overwrites it, what its reader has not read yet is copied aside, and it goes on with the copy. Several readers have
+each read something else, so then all of it is copied. If that would take more than `copy_bytes_max`, the state is let go and
+its readers start over from a newer one.
 
 Threads: the state server's threads call `manifest` and `read`; the main thread calls `before_write`, `after_write`, `load`;
 the control loop calls `serve`. One condition variable guards the names; tensor bytes are copied under it, a piece at a time.
@@ -27,7 +28,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from keepstep.protocol.errors import ConfigError, InvariantViolation
-from keepstep.protocol.messages import StateName
+from keepstep.protocol.messages import Reader, StateName
 from keepstep.protocol.rangeset import RangeSet
 from keepstep.runtime.memory import Spares
 from keepstep.training.buckets import like, local
@@ -114,8 +115,8 @@ class TrainingState:
         self._changed = threading.Condition()
         self._live: StateName | None = None
         self._layout: tuple[Layout, list[torch.Tensor]] | None = None
-        self._read: RangeSet = RangeSet()  # of the live state, by anyone
-        self._wanted: frozenset[StateName] = frozenset()
+        self._read = RangeSet()  # of the live state, since its readers were last others
+        self._readers: dict[Reader, StateName] = {}
         self._frozen: dict[StateName, _Frozen] = {}
         self._reached = -1  # the newest step whose state the tensors have held
         self._spares = Spares()
@@ -224,14 +225,21 @@ class TrainingState:
 
     # --- the control loop -------------------------------------------------------------------------------------
 
-    def serve(self, states: frozenset[StateName]) -> None:
-        """From now on exactly these states must stay readable."""
+    def serve(self, readers: Mapping[Reader, StateName]) -> None:
+        """From now on exactly these states must stay readable, to these readers."""
         with self._changed:
-            self._wanted = states
+            before = self._readers_of(self._live)
+            self._readers = dict(readers)
+            if self._readers_of(self._live) != before:
+                self._read = RangeSet()  # a new reader lacks what another one has read
+            states = set(self._readers.values())
             self._let_go &= states
             for gone in self._frozen.keys() - states:
                 self._spares.give(self._frozen.pop(gone).buffer)
             self._changed.notify_all()
+
+    def _readers_of(self, state: StateName | None) -> set[Reader]:
+        return {reader for reader, wanted in self._readers.items() if wanted == state}
 
     def close(self) -> None:
         """Wakes every waiting reader with "not held"."""
@@ -245,9 +253,11 @@ class TrainingState:
         """The live state is about to be overwritten; returns how many bytes had to be copied aside."""
         with self._changed:
             copied = 0
-            if self._live is not None and self._live in self._wanted:
+            readers = self._readers_of(self._live)
+            if self._live is not None and readers:
                 layout, _ = self._live_layout()
-                gaps = self._read.missing(layout.total)
+                read = self._read if len(readers) == 1 else RangeSet()
+                gaps = read.missing(layout.total)
                 size = sum(hi - lo for lo, hi in gaps)
                 if size <= self.copy_bytes_max:
                     frozen = self._frozen[self._live] = _Frozen(layout, self._spares.take(layout.total))

@@ -31,8 +31,10 @@ from keepstep.protocol.messages import (
     Kind,
     Load,
     Loaded,
+    Reader,
     RingBroken,
     StartOver,
+    StateName,
     Verdict,
     Vote,
 )
@@ -178,15 +180,18 @@ def test_a_source_keeps_what_is_being_read() -> None:
     machine = working()
     reader = member(2, C, fetch=True)
 
-    def serve(of: Decision) -> set[object]:
+    def serve(of: Decision) -> dict[Reader, StateName]:
         (effect,) = (e for e in machine.on_message(decided(of)) if isinstance(e, Serve))
-        return set(effect.states)
+        return dict(effect.readers)
 
-    assert serve(decision(2, 1, 1, member(0, W, 2), reader, quorum=2)) == {state(1, 1)}
+    first, again = (Reader(incarnation=reader.incarnation, since=Seq(seq)) for seq in (2, 4))
+    assert serve(decision(2, 1, 1, member(0, W, 2), reader, quorum=2)) == {first: state(1, 1)}
     commit(machine, 2)
-    assert serve(decision(3, 2, 2, member(0, W, 3), member(2, C), quorum=2)) == {state(1, 1)}
+    assert serve(decision(3, 2, 2, member(0, W, 3), member(2, C), quorum=2)) == {first: state(1, 1)}
     commit(machine, 3)
-    assert serve(decision(4, 3, 3, member(0, W, 4), member(2, W, 5), quorum=2)) == set()
+    assert serve(decision(4, 3, 3, member(0, W, 4), reader, quorum=2)) == {again: state(3, 3)}, "it starts over"
+    commit(machine, 4)
+    assert serve(decision(5, 4, 4, member(0, W, 5), member(2, W, 6), quorum=2)) == {}
 
 
 def test_failures_are_voted_down_and_name_the_suspect() -> None:

@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from keepstep.protocol.errors import ConfigError, InvariantViolation
-from keepstep.protocol.ids import Seq, Step
-from keepstep.protocol.messages import StateName
+from keepstep.protocol.ids import Incarnation, Seq, Step
+from keepstep.protocol.messages import Reader, StateName
 from keepstep.training.state import TrainingState
 
 
 def name(step: int, lineage: int = 1) -> StateName:
     return StateName(step=Step(step), lineage=Seq(lineage))
+
+
+def reader(life: str = "a", since: int = 1) -> Reader:
+    return Reader(incarnation=Incarnation(life), since=Seq(since))
 
 
 class Replica:
@@ -67,11 +71,9 @@ def test_copy_before_write_keeps_what_has_not_been_read() -> None:
     healthy, fresh = Replica(0), Replica(1)
     healthy.train()
     healthy.state.after_write(name(1))
-    healthy.state.serve(frozenset({name(1)}))
     before = healthy.state.digest()
     manifest, whole = fetch(healthy.state, name(1))
-    healthy.state.after_write(name(1))
-    healthy.state._read.__init__()  # type: ignore[misc]  (as if nobody had read)
+    healthy.state.serve({reader(): name(1)})
     head = healthy.state.read(name(1), 0, 128)
     copied = healthy.state.before_write()
     assert copied == len(whole) - 128
@@ -83,7 +85,7 @@ def test_copy_before_write_keeps_what_has_not_been_read() -> None:
     assert tail is not None
     fresh.state.load(manifest, bytearray(head + tail))
     assert fresh.state.digest() == before != healthy.state.digest()
-    healthy.state.serve(frozenset())
+    healthy.state.serve({})
     assert healthy.state.read(name(1), 128, 256) is None
 
 
@@ -92,15 +94,52 @@ def test_nothing_is_copied_when_nobody_wants_it_or_everything_was_read() -> None
     healthy.state.after_write(name(0))
     assert healthy.state.before_write() == 0
     healthy.state.after_write(name(1))
-    healthy.state.serve(frozenset({name(1)}))
+    healthy.state.serve({reader(): name(1)})
     fetch(healthy.state, name(1))
+    assert healthy.state.before_write() == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({reader("a"): name(1)}, {reader("a"): name(1), reader("b"): name(1)}),  # one more
+        ({reader("a"): name(1), reader("b"): name(1)}, {reader("a"): name(1), reader("b"): name(1)}),  # always two
+        ({reader("a"): name(1)}, {reader("b"): name(1)}),  # the first died
+        ({reader("a", 1): name(1)}, {reader("a", 2): name(1)}),  # it dropped what it had and starts over
+        ({}, {reader("a"): name(1)}),  # what nobody we know of has read
+    ],
+)
+def test_no_reader_loses_what_only_another_one_has_read(
+    first: dict[Reader, StateName], second: dict[Reader, StateName]
+) -> None:
+    healthy = Replica(0)
+    healthy.train()
+    healthy.state.after_write(name(1))
+    healthy.state.serve(first)
+    want = fetch(healthy.state, name(1))
+    healthy.state.serve(second)
+    healthy.state.read(name(1), 0, 128)
+    kept = 128 if len(second) == 1 else 0
+    assert healthy.state.before_write() == len(want[1]) - kept
+    healthy.train()
+    healthy.state.after_write(name(2))
+    assert healthy.state.read(name(1), kept, len(want[1])) == want[1][kept:]
+
+
+def test_the_same_readers_again_are_no_news() -> None:
+    """Every decision names them: what they have read is not copied again and again."""
+    healthy = Replica(0)
+    healthy.state.after_write(name(1))
+    healthy.state.serve({reader(): name(1)})
+    fetch(healthy.state, name(1))
+    healthy.state.serve({reader(): name(1), reader("b"): name(0)})
     assert healthy.state.before_write() == 0
 
 
 def test_a_copy_over_the_limit_is_not_made() -> None:
     healthy = Replica(0, copy_bytes_max=16)
     healthy.state.after_write(name(1))
-    healthy.state.serve(frozenset({name(1)}))
+    healthy.state.serve({reader(): name(1)})
     assert healthy.state.before_write() == 0
     healthy.state.after_write(name(2))
     assert healthy.state.manifest(name(1)) is None
@@ -110,13 +149,13 @@ def test_a_reader_waits_for_a_state_that_is_about_to_be_reached() -> None:
     healthy = Replica(0)
     healthy.state.after_write(name(0))
     healthy.state.before_write()
-    healthy.state.serve(frozenset({name(1)}))
+    healthy.state.serve({reader(): name(1)})
     got: list[bytes | None] = []
-    reader = threading.Thread(target=lambda: got.append(healthy.state.manifest(name(1))))
-    reader.start()
+    waiting = threading.Thread(target=lambda: got.append(healthy.state.manifest(name(1))))
+    waiting.start()
     healthy.train()
     healthy.state.after_write(name(1))
-    reader.join(5.0)
+    waiting.join(5.0)
     assert got
     assert got[0] is not None
 
