@@ -11,10 +11,8 @@ from typing import Annotated
 import typer
 
 from keepstep.demo import demo
-from keepstep.protocol.errors import ConfigError, StoreError
+from keepstep.protocol.errors import EX_CONFIG, ConfigError, StoreError
 from keepstep.version import __version__
-
-EX_CONFIG = 78
 
 app = typer.Typer(
     help="Fault-tolerant hybrid-sharded data-parallel training for PyTorch.",
@@ -37,6 +35,7 @@ def run(
     token_file: Annotated[Path | None, typer.Option(help="file with the job's secret [default: made up]")] = None,
     min_replicas: Annotated[int, typer.Option(help="wait when fewer could train")] = 1,
     max_restarts: Annotated[int, typer.Option(help="of one replica")] = 20,
+    finish_grace: Annotated[float, typer.Option(help="seconds for the rest to end, once one has")] = 30.0,
     fault: Annotated[
         list[str] | None,
         typer.Option(help='rehearse a failure: "kill replica=1 rank=0 step=5 phase=in_exchange"; may be repeated'),
@@ -58,6 +57,7 @@ def run(
         token_file=token_file,
         min_replicas=min_replicas,
         max_restarts=max_restarts,
+        finish_grace_s=finish_grace,
         faults=tuple(fault or ()),
     )
     raise typer.Exit(launch(settings))

@@ -29,7 +29,7 @@ from rich.text import Text
 
 from keepstep.observe.picture import draw
 from keepstep.observe.summary import Record, read_run, summarize, whole_lines
-from keepstep.protocol.errors import ConfigError
+from keepstep.protocol.errors import EX_CONFIG, ConfigError
 
 REPLICAS, RANKS = 3, 2
 SEQ_LEN = 128  # bytes, the tokens of the example, in a sample
@@ -38,7 +38,6 @@ MID_STEP = ("backward", "in_exchange")
 LEADER_PHASES = ("forward", "before_vote", "between_vote_and_commit", "optimizer_step")
 POLL_S, PLAIN_LINE_S, RATE_WINDOW_S = 0.25, 5.0, 5.0
 LEAST_STEPS = 60
-EX_CONFIG = 78
 
 
 def demo(

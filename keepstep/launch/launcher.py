@@ -2,12 +2,13 @@
 
     start ──> running ──a rank exits──> the rest of that replica is killed, the store is told, a new life starts
                  │
-                 ├── every replica done ──> 0
+                 ├── every replica done, or late after the first that is ──> 0
                  ├── exit code 78 (the user's mistake) before anything was trained ──> 78
                  └── no replica can go on ──> 1, with the reason
 
-Exit codes of a rank: 0 done; 78 do not restart, the configuration is wrong; 93 do not restart this replica; anything else:
-restart, with a pause when lives end without having trained anything, and an end to it when that repeats.
+Exit codes of a rank (`protocol.errors`): 0 done; 78 do not restart, the configuration is wrong; 93 do not restart this replica;
+75 it misses another rank, which may have the cause: wait a moment for that one to end too; anything else: restart, with a
+pause when lives end without having trained anything, and an end to it when that repeats.
 
 One asyncio loop in the main thread, so that PR_SET_PDEATHSIG of everything we start means what it should. It decides nothing
 about training: the store is told which incarnations are dead and which are announced, and the quorum does the rest.
@@ -30,7 +31,7 @@ from keepstep.launch.processes import Life, how_it_ended, start_cold
 from keepstep.launch.restarts import GiveUp, History
 from keepstep.launch.settings import LaunchSettings
 from keepstep.launch.zygote import Zygote, ZygoteError
-from keepstep.protocol.errors import ConfigError, StoreError
+from keepstep.protocol.errors import EX_CONFIG, EX_NO_RESTART, EX_REPLICA_LOST, ConfigError, StoreError
 from keepstep.protocol.ids import ReplicaId
 from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.etcd_server import EmbeddedEtcd
@@ -40,10 +41,10 @@ from keepstep.version import __version__
 log = logging.getLogger("keepstep.launch")
 Ts = TypeVarTuple("Ts")
 
-EX_CONFIG, EX_NO_RESTART = 78, 93
 PR_SET_CHILD_SUBREAPER = 36
+TRAINED_TO_THE_END = b'"event": "final"', b'"event": "over"'
 TERM_GRACE_S = 5.0
-STRAGGLE_S = 30.0  # ranks of a replica that has begun to end
+CAUSE_S = 5.0  # for the rank that has the cause to end too, once the others miss it
 TELL_S = 20.0
 
 
@@ -79,6 +80,7 @@ class Launcher:
         self._stopping = False
         self._first_failure = ""  # which rank
         self._signal: signal.Signals | None = None  # what ended us
+        self._finishing = False  # some replica is done
         self._trained = False  # some replica has committed a step: from now on one replica's mistake is its own
 
     async def run(self) -> int:
@@ -210,36 +212,70 @@ class Launcher:
         )
         if self._stopping or life is not replica.life:
             return
-        if life.failed is None and code != 0:
-            life.note_failure(rank)
-            self._first_failure = self._first_failure or f"replica {replica.id} rank {rank}"
-            rest = "; the rest of the replica is ended" if self.settings.ranks > 1 else ""
-            self._say(f"replica {replica.id} rank {rank} {how_it_ended(code)}{rest}; the other replicas go on")
-            life.kill()
-            assert self._store is not None
-            self._tell.put_nowait(self._store.mark_dead([life.incarnation]))
+        if not replica.over:
+            self._note_exit(replica, life, rank)
         if life.running:
-            if code == 0 and life.failed is None:
-                loop = asyncio.get_running_loop()
-                loop.call_later(STRAGGLE_S, self._guarded, self._end_stragglers, replica, life)
             return
         life.bury()
         assert self._guard is not None
         self._guard.remove(life.pids)
         self._reap()
-        self._after_life(replica, life)
+        if not replica.over:
+            self._after_life(replica, life)
+
+    def _note_exit(self, replica: Replica, life: Life, rank: int) -> None:
+        """What this exit means for the rest of the life."""
+        code, loop = life.processes[rank].code, asyncio.get_running_loop()
+        if code == EX_REPLICA_LOST and life.failed is None and life.bereft is None:
+            life.bereft = rank
+            self._mark_dead(life)
+            loop.call_later(CAUSE_S, self._guarded, self._cause_is_silent, replica, life)
+        elif code not in (0, EX_REPLICA_LOST) and life.failed is None:
+            self._fail(replica, life, rank)
+        elif code == 0 and life.running:
+            loop.call_later(self.settings.finish_grace_s, self._guarded, self._end_stragglers, replica, life)
+        if not life.running and life.bereft is not None and life.failed is None:
+            self._fail(replica, life, life.bereft)
+
+    def _fail(self, replica: Replica, life: Life, rank: int) -> None:
+        """The life has failed, and `rank` has the cause."""
+        life.note_failure(rank)
+        self._first_failure = self._first_failure or f"replica {replica.id} rank {rank}"
+        rest = "; the rest of the replica is ended" if self.settings.ranks > 1 else ""
+        self._say(
+            f"replica {replica.id} rank {rank} {how_it_ended(life.processes[rank].code)}{rest}; the other replicas go on"
+        )
+        life.kill()
+        if life.bereft is None:
+            self._mark_dead(life)
+
+    def _mark_dead(self, life: Life) -> None:
+        assert self._store is not None
+        self._tell.put_nowait(self._store.mark_dead([life.incarnation]))
+
+    def _cause_is_silent(self, replica: Replica, life: Life) -> None:
+        """The rank that the others miss has not ended: it is frozen, or cut off from them."""
+        if replica.life is life and life.running and life.failed is None and not self._stopping:
+            assert life.bereft is not None
+            self._fail(replica, life, life.bereft)
 
     def _end_stragglers(self, replica: Replica, life: Life) -> None:
         if replica.life is life and life.running and not self._stopping:
-            self._say(f"replica {replica.id}: one rank ended {STRAGGLE_S:.0f} s ago, others have not: ending them")
+            grace = f"{self.settings.finish_grace_s:g} s"
+            self._say(
+                f"replica {replica.id}: one rank ended {grace} ago (--finish-grace), others have not: ending them"
+            )
             life.kill()
 
     def _after_life(self, replica: Replica, life: Life) -> None:
         """Every rank has ended: done, again, or never again."""
         code = 0 if life.failed is None else life.processes[life.failed].code
-        if code == 0 and self._has(life, b'"event": "final"', b'"event": "over"'):
+        if code == 0 and self._has(life, *TRAINED_TO_THE_END):
             replica.outcome = "done"
             self._events.emit("replica_done", {"replica": replica.id})
+            if not self._finishing:
+                self._finishing = True
+                asyncio.get_running_loop().call_later(self.settings.finish_grace_s, self._guarded, self._end_late)
             self._check_end()
         elif code == 0:
             script = self.settings.script.name
@@ -252,6 +288,20 @@ class Launcher:
             self._give_up(replica, life.cause.removeprefix("keepstep: ") if own else asked)
         else:
             self._restart(replica, life)
+
+    def _end_late(self) -> None:
+        """A replica that is not through with training by now is frozen, or too late to matter: it must not hold the job up.
+
+        One that is through may still be busy with what its script does after training: that is not ours to end.
+        """
+        for replica in self.replicas:
+            life = replica.life
+            if self._stopping or replica.over or (life is not None and self._has(life, *TRAINED_TO_THE_END)):
+                continue
+            grace = f"{self.settings.finish_grace_s:g} s"
+            self._give_up(replica, f"another replica finished {grace} ago (--finish-grace), and this one has not")
+            if life is not None:
+                life.kill()
 
     def _restart(self, replica: Replica, life: Life) -> None:
         trained = self._has(life, b'"event": "commit"')

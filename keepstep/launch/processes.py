@@ -151,6 +151,7 @@ class Life:
         self.started = asyncio.get_running_loop().time()
         self.processes: list[RankProcess] = []
         self.failed: int | None = None  # the rank that failed first
+        self.bereft: int | None = None  # the first rank that ended because it missed another one
         self.killed = False  # by a signal
         self.cause = ""  # why, in words: what it said last
         self._buried = False

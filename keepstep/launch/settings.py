@@ -31,6 +31,7 @@ class LaunchSettings:
     token: bytes | None  # None: a random one
     min_replicas: int
     max_restarts: int  # of one replica
+    finish_grace_s: float  # for the rest to end, once a replica or a rank of it has
     faults: tuple[str, ...]
 
     @staticmethod
@@ -46,6 +47,7 @@ class LaunchSettings:
         token_file: Path | None = None,
         min_replicas: int = 1,
         max_restarts: int = 20,
+        finish_grace_s: float = 30.0,
         faults: tuple[str, ...] = (),
     ) -> "LaunchSettings":
         """Fills defaults in and checks everything that can be checked without starting a process."""
@@ -54,8 +56,9 @@ class LaunchSettings:
             ("--ranks-per-replica", ranks, 1),
             ("--min-replicas", min_replicas, 1),
             ("--max-restarts", max_restarts, 0),
+            ("--finish-grace", finish_grace_s, 0),
         ):
-            if value < least:
+            if not value >= least:  # this way around, "nan" is refused too
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
         if min_replicas > replicas:
             raise ConfigError(f"--min-replicas {min_replicas} can never be reached with --replicas {replicas}")
@@ -86,6 +89,7 @@ class LaunchSettings:
             token=token,
             min_replicas=min_replicas,
             max_restarts=max_restarts,
+            finish_grace_s=finish_grace_s,
             faults=faults,
         )
 

@@ -16,10 +16,15 @@
     └── InvariantViolation     the impossible happened: crash this replica loudly, restart is well tested
 
 A lost peer is an *event* inside the machines; it becomes an `ExchangeError` only where a caller must be told.
-Fatal for the rank (it exits non-zero and its replica is rebuilt): everything that is not `recoverable`.
+Fatal for the rank (it exits non-zero and its replica is rebuilt): everything that is not `recoverable`. The exit code tells the
+launcher what to make of it; every other code asks for a restart.
 """
 
 from keepstep.protocol.ids import ReplicaId
+
+EX_REPLICA_LOST = 75  # only a consequence: the rank that is gone has the cause
+EX_CONFIG = 78  # the user's mistake, which a restart would only repeat
+EX_NO_RESTART = 93  # nothing that a restart could bring back
 
 
 class KeepstepError(Exception):
@@ -93,3 +98,16 @@ class ReplicaLost(KeepstepError):
 
 class InvariantViolation(KeepstepError):
     """Something happened that the protocol rules out. The replica must crash, loudly."""
+
+
+def exit_code(error: BaseException) -> int:
+    """What a rank that ends with `error` exits with."""
+    match error:
+        case ReplicaLost():
+            return EX_REPLICA_LOST
+        case ConfigError():
+            return EX_CONFIG
+        case NoStateLeft():
+            return EX_NO_RESTART
+        case _:
+            return 1

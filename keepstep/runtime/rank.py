@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 from keepstep.ports import EventSink, ExchangeBuffer, StateSource
 from keepstep.protocol import catch_up as rank_effects
 from keepstep.protocol.catch_up import Apply, LoadState, Order, RankMachine
-from keepstep.protocol.errors import InvariantViolation, LocalProtocolError, ReplicaLost, TransferError
+from keepstep.protocol.errors import InvariantViolation, LocalProtocolError, ReplicaLost, TransferError, exit_code
 from keepstep.protocol.ids import LEADER
 from keepstep.protocol.messages import Endpoint, Hello, LedgerState, Policy, Reader, StateName, Upward, Verdict, Vote
 from keepstep.protocol.step import StepSettings
@@ -252,6 +253,11 @@ class RankRuntime:
         if self._tree is not None:
             await self._tree.close()
 
+    @property
+    def fatal(self) -> BaseException | None:
+        """The first fatal error of any part, if there was one."""
+        return self._fatal
+
     def _check(self) -> None:
         if self._fatal is not None:
             raise self._fatal
@@ -445,5 +451,6 @@ class RankRuntime:
 
 def _exit_hard(error: BaseException) -> None:
     """The main thread did not pick the fatal error up: it hangs somewhere that only the end of the process ends."""
-    log.error("ending the process: the main thread did not react to: %s", error)
-    os._exit(1)
+    log.error("ending the process: the main thread does not react")
+    print(f"keepstep: {error}", file=sys.stderr, flush=True)  # last, where the launcher looks for the cause
+    os._exit(exit_code(error))

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from keepstep.protocol.errors import ConfigError, KeepstepError, RemoteProtocolError, Unauthorized
+from keepstep.protocol.errors import ConfigError, KeepstepError, RemoteProtocolError, ReplicaLost, Unauthorized
 
 log = logging.getLogger("keepstep")
 T = TypeVar("T")
@@ -279,7 +279,7 @@ class ControlTree:
             answer = _decode(await _receive(reader, MAX_GREETING), _Answer)
         except (asyncio.IncompleteReadError, OSError) as error:
             writer.close()
-            raise KeepstepError(f"the control tree at {at[0]}:{at[1]} closed the connection: {error}") from None
+            raise ReplicaLost(f"the control tree at {at[0]}:{at[1]} closed the connection: {error}") from None
         except KeepstepError:
             writer.close()
             raise

@@ -5,8 +5,8 @@ the replica's control tree, initialise `torch.distributed` *inside* the replica 
 opened on a free port and announced through the tree (no port is guessed). Between replicas there is no torch process
 group: that is FTAR's.
 
-Fails: `ConfigError` with one sentence. Leaving the `with` block with an exception ends the rank non-zero; a
-ConfigError prints its sentence only and exits 78 (EX_CONFIG), NoStateLeft 93; the launcher does not restart those.
+Fails: `ConfigError` with one sentence. Leaving the `with` block with an exception ends the rank non-zero. ConfigError,
+ReplicaLost and NoStateLeft print their sentence only, and exit with codes of their own (`protocol.errors`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from keepstep.protocol.errors import ConfigError, JobOver, NoStateLeft, ReplicaLost
+from keepstep.protocol.errors import ConfigError, JobOver, NoStateLeft, ReplicaLost, exit_code
 from keepstep.protocol.ids import LEADER, Incarnation
 from keepstep.runtime.environment import Environment
 from keepstep.runtime.event_log import EventLog
@@ -33,7 +33,6 @@ from keepstep.runtime.rank import RankRuntime
 
 log = logging.getLogger("keepstep")
 
-EX_CONFIG, EX_NO_RESTART = 78, 93
 SWITCH_INTERVAL_S = 0.0005  # a busy main thread must not hold the data plane back: 9x -> 2x slower exchanges, measured
 
 
@@ -90,19 +89,18 @@ def join() -> Iterator[Job]:
         except JobOver as over:
             job.runtime.emit("over", reason=str(over))
             raise
+        except Exception as error:  # top of the user's script
+            fatal = job.runtime.fatal
+            if fatal is None or fatal is error:
+                raise
+            raise fatal from error  # what the script ran into since then, in a collective for one, came of it
         finally:
             _leave(job)
-    except ConfigError as error:
-        print(f"keepstep: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(EX_CONFIG) from None
     except JobOver as over:
         print(f"keepstep: {over}", file=sys.stderr, flush=True)
-    except ReplicaLost as error:  # this rank is not to blame: its replica is being rebuilt
+    except (ConfigError, ReplicaLost, NoStateLeft) as error:
         print(f"keepstep: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
-    except NoStateLeft as error:
-        print(f"keepstep: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(EX_NO_RESTART) from None
+        raise SystemExit(exit_code(error)) from None
 
 
 def _check_finished(job: Job) -> None:

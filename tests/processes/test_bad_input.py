@@ -102,6 +102,7 @@ def test_two_jobs_of_one_name_on_one_store(tmp_path: Path, etcd: str) -> None:
     ("what", "ranks", "sentence"),
     [
         ("model", 1, "model"),
+        ("model", 2, "model"),
         ("data", 1, "data set"),
         ("unit size", 1, "data set or unit size"),
         ("version", 1, "version"),

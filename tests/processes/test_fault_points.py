@@ -61,6 +61,15 @@ def test_a_worker_dies_while_it_serves_state(tmp_path: Path, rank: int) -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("rank", [0, 1], ids=["leader", "other"])
+def test_a_rank_freezes(tmp_path: Path, rank: int) -> None:
+    """Its silence is noticed, by the other replicas first; then its own replica gives it up, and is rebuilt."""
+    survive(
+        tmp_path, f"stop replica=1 rank={rank} step=8 phase=forward", args=("--steps", "400", "--step-seconds", "0.06")
+    )
+
+
+@pytest.mark.faults
 def test_two_replicas_die_at_once(tmp_path: Path) -> None:
     survive(tmp_path, FIRST, "kill replica=2 rank=1 step=8 phase=in_exchange")
 

@@ -207,6 +207,79 @@ say("final")
     assert [(e["replica"], e["life"]) for e in result.of("spawn")] == [(0, 1), (1, 1)]
 
 
+def test_a_rank_that_only_misses_another_one_is_not_the_cause(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    """It may well be the first to end."""
+    body = """
+if rank == 1:
+    print("keepstep: rank 0 is gone", flush=True)
+    sys.exit(75)
+while '"exit"' not in (run_dir / "events" / "launcher.jsonl").read_text():
+    threading.Event().wait(0.01)
+print("keepstep: the true cause", flush=True)
+sys.exit(93)
+"""
+    result = run(tmp_path / "run", "--replicas", "1", "--ranks-per-replica", "2", script=script(body))
+    assert result.code == 1, result.output
+    assert [(e["rank"], e["code"]) for e in result.of("exit")] == [(1, 75), (0, 93)]
+    assert [e["reason"] for e in result.of("gave_up")] == ["the true cause"]
+    assert "replica 0 rank 0 failed first" in result.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("other", ["os.kill(os.getpid(), signal.SIGSTOP)", "sys.exit(75)"], ids=["frozen", "too"])
+def test_a_replica_whose_cause_stays_silent_is_restarted(
+    tmp_path: Path, script: Callable[[str], Path], other: str
+) -> None:
+    body = f"""
+if life == 1 and rank == 1:
+    sys.exit(75)
+elif life == 1:
+    {other}
+say("final")
+"""
+    patch = "launcher.CAUSE_S = 0.5"
+    result = patched_run(tmp_path, script(body), patch, "--ranks-per-replica", "2")
+    assert result.returncode == 0, result.stderr
+    events = read_events(tmp_path / "run")
+    assert [e["life"] for e in events if e["event"] == "spawn"] == [1, 2]
+    assert result.stderr.count("exited with code 75; the rest of the replica is ended") == 1, result.stderr
+
+
+@pytest.mark.parametrize("frozen", [0, 1], ids=["leader", "other"])
+def test_a_frozen_rank_does_not_hold_the_end_up(tmp_path: Path, script: Callable[[str], Path], frozen: int) -> None:
+    body = f"""
+if replica == 1:
+    if rank == {frozen}:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    threading.Event().wait()
+say("final")
+"""
+    shape = ("--replicas", "2", "--ranks-per-replica", "2", "--finish-grace", "0.5")
+    result = run(tmp_path / "run", *shape, script=script(body), timeout=30)
+    assert result.code == 0, result.output
+    assert [e["replica"] for e in result.of("replica_done")] == [0]
+    assert [e["replica"] for e in result.of("gave_up")] == [1]
+    assert "replica 1 is given up: another replica finished 0.5 s ago" in result.output
+    assert not result.of("restart")
+    assert not list(processes_of(tmp_path / "run"))
+
+
+def test_what_a_script_does_after_training_is_not_cut_short(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    body = """
+if replica == 2:
+    threading.Event().wait()
+say("final")
+while replica == 1 and "gave_up" not in (run_dir / "events" / "launcher.jsonl").read_text():
+    threading.Event().wait(0.01)
+print("the model is saved", flush=True)
+"""
+    result = run(tmp_path / "run", "--replicas", "3", "--finish-grace", "0.5", script=script(body), timeout=30)
+    assert result.code == 0, result.output
+    assert [e["replica"] for e in result.of("replica_done")] == [0, 1]
+    assert [e["replica"] for e in result.of("gave_up")] == [2]
+    assert "[r1.k0] the model is saved" in result.output
+    assert not result.of("restart"), "who was given up stays so"
+
+
 def test_the_embedded_etcd_is_started_again(tmp_path: Path, script: Callable[[str], Path]) -> None:
     run_dir = tmp_path / "run"
     body = """
@@ -272,10 +345,10 @@ def test_the_events_tell_the_story(tmp_path: Path, script: Callable[[str], Path]
     assert [json.loads(line)["event"] for line in lines] == ["spawn", "exit", "replica_done", "end"]
 
 
-def broken_run(tmp_path: Path, script: Path, patch: str) -> subprocess.CompletedProcess[str]:
-    """`keepstep run` with something in it broken."""
+def patched_run(tmp_path: Path, script: Path, patch: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """`keepstep run` with something in it changed or broken."""
     program = f"import keepstep.launch.launcher as launcher\nfrom keepstep.cli import main\n{patch}\nmain()\n"
-    options = command(tmp_path / "run", "--replicas", "1", script=script)[3:]
+    options = command(tmp_path / "run", "--replicas", "1", *more, script=script)[3:]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     try:
         return subprocess.run(
@@ -287,7 +360,7 @@ def broken_run(tmp_path: Path, script: Path, patch: str) -> subprocess.Completed
 
 def test_a_bug_of_the_launcher_ends_the_job_instead_of_hanging(tmp_path: Path, script: Callable[[str], Path]) -> None:
     patch = "launcher.Launcher._after_life = lambda *_: 1 / 0"
-    result = broken_run(tmp_path, script("say('final')\n"), patch)
+    result = patched_run(tmp_path, script("say('final')\n"), patch)
     assert result.returncode == 1, result.stderr
     assert "keepstep: the launcher itself has failed" in result.stderr
     assert "ZeroDivisionError" in result.stderr
@@ -300,7 +373,7 @@ def find_etcd():
     raise etcd_server.ConfigError("no etcd server was found")
 etcd_server.find_etcd = find_etcd
 """
-    result = broken_run(tmp_path, script(""), patch)
+    result = patched_run(tmp_path, script(""), patch)
     assert (result.returncode, result.stderr) == (78, "keepstep: no etcd server was found\n")
 
 
