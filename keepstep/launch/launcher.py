@@ -84,17 +84,18 @@ class Launcher:
         self._trained = False  # some replica has committed a step: from now on one replica's mistake is its own
 
     async def run(self) -> int:
-        """Starts everything, waits for the end. Raises ConfigError or StoreError if it cannot start."""
+        """Starts everything, waits for the end. Raises ConfigError or StoreError if it cannot start: nothing is left then."""
         loop = asyncio.get_running_loop()
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)
-        code = 1
+        code, begun = 1, False
         try:
             self._guard = Guard()
             await self._start_store()
             self._zygote = Zygote(self._env)
             self._tasks.append(loop.create_task(self._tell_store()))
+            begun = True
             for replica in self.replicas:
                 self._start(replica)
             code = await self._ended
@@ -103,6 +104,8 @@ class Launcher:
             await self._clean_up()
             self._events.emit("end", {"code": code})
             self._events.close()
+            if not begun:
+                self.settings.take_back()
 
     def verdict(self, code: int) -> str:
         """What a run that ended with `code` came to."""

@@ -1,11 +1,12 @@
 """What `keepstep run` was asked to do, checked before anything starts.
 
-Fails: ConfigError, one sentence that says what is wrong and what to do. The run directory is made last, so that the same command
-works once the mistake is corrected.
+Fails: ConfigError, one sentence that says what is wrong and what to do. The run directory is made last, and taken back if the run
+cannot begin, so that the same command works once the mistake is corrected.
 """
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from keepstep.protocol.errors import ConfigError
 from keepstep.runtime.faults import Faults
 
-ENTRIES_OF_A_RUN = ("events", "logs", "faults.jsonl", "token")
+ENTRIES_OF_A_RUN = ("events", "logs", "etcd", "run.json", "faults.jsonl", "token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class LaunchSettings:
     replicas: int
     ranks: int
     run_dir: Path
+    made_run_dir: bool  # by us, just now
     job: str
     store: str | None  # None: the embedded one
     token: bytes | None  # None: a random one
@@ -77,13 +79,14 @@ class LaunchSettings:
         name = f"{script.stem if job is None else check_job(job)}-{stamp}"
         token = _token(token_file)
         run_dir = run_dir or Path("runs") / name
-        prepare(run_dir)
+        made = prepare(run_dir)
         return LaunchSettings(
             script=script,
             args=args,
             replicas=replicas,
             ranks=ranks,
             run_dir=run_dir.resolve(),
+            made_run_dir=made,
             job=job if job is not None else re.sub(r"[^\w.-]", "_", f"{name}-{os.getpid()}"),
             store=store,
             token=token,
@@ -92,6 +95,17 @@ class LaunchSettings:
             finish_grace_s=finish_grace_s,
             faults=faults,
         )
+
+    def take_back(self) -> None:
+        """The run could not begin: removes what it has made, and nothing else."""
+        for name in ENTRIES_OF_A_RUN:
+            path = self.run_dir / name
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if self.made_run_dir and not any(self.run_dir.iterdir()):
+            self.run_dir.rmdir()
 
     def environment(self, ours: Mapping[str, str], url: str, token_file: Path) -> dict[str, str]:
         """What every rank is told, beside its own place in the job: `ours`, and over it what this run decides."""
@@ -116,8 +130,9 @@ def check_job(job: str) -> str:
     return job
 
 
-def prepare(run_dir: Path) -> None:
-    """Makes the run directory. Never mixes two runs."""
+def prepare(run_dir: Path) -> bool:
+    """Makes the run directory, and says whether it was not there before. Never mixes two runs."""
+    made = not run_dir.exists()
     if run_dir.is_dir() and any((run_dir / name).exists() for name in ENTRIES_OF_A_RUN):
         raise ConfigError(f"--run-dir {run_dir} holds another run already: choose a new directory")
     try:
@@ -125,6 +140,7 @@ def prepare(run_dir: Path) -> None:
         (run_dir / "logs").mkdir()
     except OSError as error:
         raise ConfigError(f"--run-dir {run_dir} cannot be written to ({error.strerror}): choose another one") from None
+    return made
 
 
 def _token(path: Path | None) -> bytes | None:

@@ -47,6 +47,15 @@ def etcd(tmp_path: Path) -> Iterator[str]:
 )
 def test_options_that_cannot_work(tmp_path: Path, options: tuple[str, ...], sentence: str) -> None:
     refused(run(tmp_path / "run", *options), sentence)
+    assert not (tmp_path / "run").exists(), "the same command must work once the mistake is corrected"
+
+
+def test_a_start_that_fails_takes_back_only_what_it_has_made(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("precious")
+    refused(run(tmp_path, "--store", "etcd://127.0.0.1:9"), "no etcd answers at")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert run(tmp_path, "--replicas", "1", args=("--steps", "3")).code == 0
+    assert (tmp_path / "notes.txt").read_text() == "precious"
 
 
 def test_a_script_that_is_not_there(tmp_path: Path) -> None:

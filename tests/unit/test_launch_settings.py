@@ -114,7 +114,7 @@ def test_the_token_is_what_the_ranks_will_read(tmp_path: Path, script: Path, mon
         checked(script, tmp_path / "c")
 
 
-@pytest.mark.parametrize("entry", ["events", "logs", "faults.jsonl", "token"])
+@pytest.mark.parametrize("entry", ["events", "logs", "etcd", "run.json", "faults.jsonl", "token"])
 def test_a_run_directory_that_holds_something_of_ours(tmp_path: Path, script: Path, entry: str) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -125,9 +125,17 @@ def test_a_run_directory_that_holds_something_of_ours(tmp_path: Path, script: Pa
     assert (run_dir / entry).read_text() == "precious"
 
 
-def test_an_empty_run_directory_is_fine(tmp_path: Path, script: Path) -> None:
+def test_an_empty_run_directory_is_fine_and_stays(tmp_path: Path, script: Path) -> None:
     (tmp_path / "run").mkdir()
-    checked(script, tmp_path / "run")
+    checked(script, tmp_path / "run").take_back()
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_run_that_cannot_begin_leaves_no_trace(tmp_path: Path, script: Path) -> None:
+    settings = checked(script, tmp_path / "new" / "run")
+    (settings.run_dir / "events" / "launcher.jsonl").touch()
+    settings.take_back()
+    assert not (tmp_path / "new" / "run").exists()
 
 
 def test_a_run_directory_that_cannot_be_made(tmp_path: Path, script: Path) -> None:
