@@ -7,18 +7,18 @@ machine needs no lock. Three tasks besides the callbacks:
   * the *reporter* writes the newest report, retrying while the store is away: an older one that was not written is moot;
   * whoever sees a change of the store computes `decide` and tries to publish; the compare-and-swap lets one win.
 
-Fails: a machine that refuses (ConfigError, broken invariant), a Halt, or a store that refuses us end the rank through
-`on_fatal`; an unreachable store only makes the replica wait, with a log line that says so.
+Fails: a machine that refuses (ConfigError, broken invariant), a Halt, a store that refuses us, or a bug in any callback end the
+rank through `on_fatal`; an unreachable store only makes the replica wait, with a log line that says so.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from keepstep.protocol import quorum
-from keepstep.protocol.errors import JobMismatch, KeepstepError, NoStateLeft, StoreError
+from keepstep.protocol.errors import JobMismatch, NoStateLeft, StoreError
 from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
 from keepstep.protocol.messages import (
     Decided,
@@ -48,6 +48,7 @@ from keepstep.runtime.wire import encode_frame
 
 log = logging.getLogger("keepstep")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 LINK_GRACE_S = (
     0.4  # a dead member's links tell sooner, and let an exchange end that can; only what they miss waits for this
@@ -94,7 +95,7 @@ class LeaderShell:
         """Watches the store; decisions and reports flow from now on."""
         self._tasks = [asyncio.create_task(self._guard(c)) for c in (self._teller(), self._reporter())]
         self._tasks.append(asyncio.create_task(self._guard(self._explain_waits())))
-        await self._store.watch(self._on_view)
+        await self._store.watch(lambda view: self._guarded(self._on_view, view))
 
     async def close(self) -> None:
         """Withdraws from the quorum."""
@@ -112,6 +113,16 @@ class LeaderShell:
         except Exception as error:  # noqa: BLE001  (top of a task: end the rank with the reason)
             self._on_fatal(error)
 
+    def _guarded(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
+        """Runs a callback. asyncio would only log its error, and the job would wait for this leader for ever."""
+        try:
+            work(*args)
+        except Exception as error:  # noqa: BLE001  (top of the callbacks: end the rank with the reason)
+            self._on_fatal(error)
+
+    def _later(self, delay: float, work: Callable[[*Ts], None], *args: *Ts) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay, self._guarded, work, *args)
+
     # --- inputs -----------------------------------------------------------------------------------------------
 
     def on_message(self, message: Upward) -> None:
@@ -121,7 +132,7 @@ class LeaderShell:
             if len(self._hellos) == self.machine.settings.size:
                 self._tasks.append(asyncio.create_task(self._guard(self._enter())))
             return
-        self._carry_out(lambda: self.machine.on_message(message))
+        self._guarded(lambda: self._carry_out(self.machine.on_message(message)))
 
     async def _enter(self) -> None:
         """Every rank is ready: check that we fit the job, say where we listen, and report."""
@@ -133,41 +144,36 @@ class LeaderShell:
         await self._persist(lambda: self._store.claim_job(record))
         await self._persist(lambda: self._store.put_endpoints(settings.replica_id, settings.incarnation, endpoints))
         for hello in ranks:
-            self._carry_out(lambda hello=hello: self.machine.on_message(hello))  # type: ignore[misc]
+            self._carry_out(self.machine.on_message(hello))
 
     def _on_view(self, view: StoreView) -> None:
         if self._closed:
             return
         self._view = view
-        last = view.last
-        try:
-            if last is not None:
-                self._carry_out(lambda: self.machine.on_decision(last))
-            self._watch_members(view)
-            self._decide()
-        except Exception as error:  # noqa: BLE001  (top of a callback: a bug, end the rank with it)
-            self._on_fatal(error)
+        if view.last is not None:
+            self._carry_out(self.machine.on_decision(view.last))
+        self._watch_members(view)
+        self._decide()
 
     def _watch_members(self, view: StoreView) -> None:
         """Members that the launcher saw die or whose lease ran out: if no link tells in a moment, the ring is broken by hand."""
         running = self.machine.running
-        if running is None or not view.connected or running is self._suspected or not _lost(running, view):
+        if running is None or not view.connected or running is self._suspected or not self._lost(running, view):
             return
         self._suspected = running
-        asyncio.get_running_loop().call_later(LINK_GRACE_S, self._check_members, running)
+        self._later(LINK_GRACE_S, self._check_members, running)
 
     def _check_members(self, decision: Decision) -> None:
         self._suspected = None
         if self._view is not None and self._view.connected and not self._closed:
-            lost = _lost(decision, self._view)
-            self._carry_out(lambda: self.machine.on_members_lost(decision, lost))
+            self._carry_out(self.machine.on_members_lost(decision, self._lost(decision, self._view)))
 
-    def _carry_out(self, step: Callable[[], tuple[Effect, ...]]) -> None:
-        try:
-            effects = step()
-        except (KeepstepError, AssertionError) as error:
-            self._on_fatal(error)
-            return
+    def _lost(self, decision: Decision, view: StoreView) -> frozenset[ReplicaId]:
+        """The other members of a decision that are dead, or whose lease has run out. Ours may have too: we know better."""
+        others = (m for m in decision.members if m.replica_id != self.machine.settings.replica_id)
+        return frozenset(m.replica_id for m in others if m.incarnation in view.dead or m.replica_id not in view.reports)
+
+    def _carry_out(self, effects: tuple[Effect, ...]) -> None:
         for effect in effects:
             if isinstance(effect, Publish):
                 self._report = effect.report
@@ -276,7 +282,7 @@ class LeaderShell:
             self._waiting = (answer.reason, time.monotonic())
         if answer.until is not None:
             delay = max(0.0, (answer.until - now) / 1e9) + 1e-4
-            self._timer = asyncio.get_running_loop().call_later(delay, self._decide)
+            self._timer = self._later(delay, self._decide)
 
     def _halted(self, halt: quorum.Halt) -> None:
         if not halt.misfits:
@@ -298,7 +304,7 @@ class LeaderShell:
             self._tasks = [t for t in self._tasks if not t.done()]
         if self._view is not None and self._view.last is not None and self._view.last.seq < decision.seq:
             # The watch will bring what won; until then a second try can only lose. Look again in a moment in case it failed.
-            asyncio.get_running_loop().call_later(0.05, self._decide)
+            self._later(0.05, self._decide)
 
     async def _explain_waits(self) -> None:
         """A silent barrier of hours is the worst of bugs: say who is awaited, and why."""
@@ -308,13 +314,6 @@ class LeaderShell:
             idle = self.machine.running is None
             if reason and idle and time.monotonic() - since > WAIT_LOG_S:
                 log.warning("waiting for %.0f s: %s", time.monotonic() - since, reason)
-
-
-def _lost(decision: Decision, view: StoreView) -> frozenset[ReplicaId]:
-    """The members of a decision that are dead, or whose lease has run out."""
-    return frozenset(
-        m.replica_id for m in decision.members if m.incarnation in view.dead or m.replica_id not in view.reports
-    )
 
 
 def to_quorum_view(view: StoreView) -> quorum.View:
