@@ -129,7 +129,7 @@ class Launcher:
             self._etcd = EmbeddedEtcd(settings.run_dir / "etcd", settings.run_dir / "logs" / "etcd.log")
             url = self._etcd.start()
             self._watch_etcd()
-        self._store = await EtcdStore.open(url, settings.job, token, lease_s=5.0)
+        self._store = await EtcdStore.open(url, settings.job, lease_s=5.0)
         await self._store.claim_launcher(
             f"pid {os.getpid()} on {os.uname().nodename}, run directory {settings.run_dir}"
         )

@@ -148,7 +148,6 @@ class Life:
     ) -> None:
         self.replica_id, self.number = replica_id, number
         self.incarnation = Incarnation(secrets.token_hex(8))
-        self.started = asyncio.get_running_loop().time()
         self.processes: list[RankProcess] = []
         self.failed: int | None = None  # the rank that failed first
         self.bereft: int | None = None  # the first rank that ended because it missed another one
@@ -191,10 +190,6 @@ class Life:
     @property
     def running(self) -> list[RankProcess]:
         return [p for p in self.processes if p.code is None]
-
-    @property
-    def codes(self) -> list[int | None]:
-        return [p.code for p in self.processes]
 
     @property
     def pids(self) -> list[int]:

@@ -97,7 +97,6 @@ class Member:
     role: Role
     units: tuple[UnitId, ...] = ()
     fetch: bool = False  # CATCHING_UP only: True = start a (new) fetch of the base; False = the running one goes on
-    has: StateName | None = None  # the state it reported as materialized, if any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -363,7 +363,6 @@ def _member(report: Report, role: Role, start: StateName, units: tuple[UnitId, .
         role=role,
         units=units,
         fetch=role is Role.CATCHING_UP and not fetching_it,
-        has=report.state if report.materialized else None,
     )
 
 

@@ -41,8 +41,3 @@ class RangeSet:
         if at < total:
             gaps.append((at, total))
         return gaps
-
-    @property
-    def size(self) -> int:
-        """Number of bytes in the set."""
-        return sum(self._his) - sum(self._los)

@@ -1,6 +1,6 @@
 """What a rank is told by its environment: torchrun's variables, ours, and nothing else.
 
-    RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT     torchrun's, for one replica
+    RANK WORLD_SIZE MASTER_ADDR MASTER_PORT                torchrun's, for one replica
     REPLICA_ID NUM_REPLICAS KEEPSTEP_STORE                 ours, always needed
     KEEPSTEP_TOKEN or KEEPSTEP_TOKEN_FILE                  the job's secret, always needed
     KEEPSTEP_JOB KEEPSTEP_HOST KEEPSTEP_RUN_DIR KEEPSTEP_MIN_REPLICAS KEEPSTEP_FAN_OUT KEEPSTEP_LEASE_S
@@ -28,7 +28,6 @@ class Environment:
 
     rank: Rank
     world_size: int
-    local_rank: int
     replica_id: ReplicaId
     num_replicas: int
     store: str
@@ -62,7 +61,6 @@ class Environment:
         return Environment(
             rank=Rank(read.integer("RANK", least=0, below=size)),
             world_size=size,
-            local_rank=read.integer("LOCAL_RANK", 0, least=0),
             replica_id=ReplicaId(read.integer("REPLICA_ID", least=0, below=replicas)),
             num_replicas=replicas,
             store=read.text("KEEPSTEP_STORE"),

@@ -20,7 +20,7 @@ import hmac
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import aetcd
@@ -83,8 +83,8 @@ def parse_url(url: str) -> tuple[str, int]:
 class EtcdStore:
     """One process's connection to the store of one job. Use `open`."""
 
-    def __init__(self, client: Any, job: str, token: bytes, lease_s: float) -> None:
-        self.client, self.job, self._token = client, job, token
+    def __init__(self, client: Any, job: str, lease_s: float) -> None:
+        self.client, self.job = client, job
         self._root = f"keepstep/{job}/".encode()
         self._lease = Lease(client, self.call, lease_s)
         self._endpoints: dict[tuple[ReplicaId, Incarnation], tuple[Endpoint, ...]] = {}
@@ -93,13 +93,13 @@ class EtcdStore:
         self._closed = False
 
     @staticmethod
-    async def open(url: str, job: str, token: bytes, *, lease_s: float = 2.0, timeout: float = 10.0) -> "EtcdStore":
+    async def open(url: str, job: str, *, lease_s: float = 2.0, timeout: float = 10.0) -> "EtcdStore":
         """Connects. Raises ConfigError for a bad address, StoreError if nobody answers within `timeout` seconds."""
         host, port = parse_url(url)
         if not job or "/" in job:
             raise ConfigError(f"a job's name must be one word without a slash, got {job!r}")
         client = aetcd.Client(host=f"[{host}]" if ":" in host else host, port=port, options=CHANNEL)
-        store = EtcdStore(client, job, token, lease_s)
+        store = EtcdStore(client, job, lease_s)
         try:
             await store._reach(f"{host}:{port}", timeout)
         except BaseException:
@@ -167,13 +167,6 @@ class EtcdStore:
             if await self._swap(key, encode(merged), revision):
                 return
 
-    async def check_token(self) -> None:
-        """Raises JobMismatch if the job on this store has another token."""
-        got = await self.call(self.client.get(self._root + b"job"))
-        if got is not None:
-            known = _stored(got, JobRecord)
-            _merge(known, replace(known, token_check=self.token_check(self.job, self._token)), self.job)
-
     async def claim_launcher(self, text: str) -> None:
         """Makes this process the job's launcher. Raises ConfigError if another one lives, or if the job has a history."""
         holder = await self._lease.create(self._root + b"launcher", text.encode())
@@ -206,10 +199,6 @@ class EtcdStore:
     async def put_report(self, report: Report) -> None:
         """Replaces the replica's report."""
         await self._lease.put(self._root + b"reports/%d" % report.replica_id, encode(report))
-
-    async def withdraw(self) -> None:
-        """Takes back everything that is under our lease."""
-        await self._lease.revoke()
 
     async def put_endpoints(self, replica: ReplicaId, life: Incarnation, endpoints: tuple[Endpoint, ...]) -> None:
         await self.call(self.client.put(self._root + f"endpoints/{replica}/{life}".encode(), encode(endpoints)))

@@ -114,7 +114,7 @@ class RankRuntime:
         env = self.env
         welcome = b""
         if env.rank == LEADER:
-            self._store = await EtcdStore.open(env.store, env.job, env.token, lease_s=env.lease_s)
+            self._store = await EtcdStore.open(env.store, env.job, lease_s=env.lease_s)
             welcome = make_welcome()
         self._tree = ControlTree(
             rank=env.rank,

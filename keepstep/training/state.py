@@ -123,7 +123,6 @@ class TrainingState:
         self._writes = 0
         self._let_go: set[StateName] = set()  # wanted, but a copy would have been too large
         self._closed = False
-        self.copied_bytes = 0  # in all, for the events
         self.to_layout()  # an unsupported state must be refused at the start, not at the first failure
 
     # --- layout -----------------------------------------------------------------------------------------------
@@ -269,7 +268,6 @@ class TrainingState:
                     self._let_go.add(self._live)
             self._live, self._layout = None, None
             self._read = RangeSet()
-            self.copied_bytes += copied
             self._changed.notify_all()
             return copied
 

@@ -81,7 +81,7 @@ def test_a_port_that_something_else_uses(tmp_path: Path) -> None:
 
 def test_a_wrong_token(tmp_path: Path, etcd: str) -> None:
     async def another_token() -> None:
-        store = await EtcdStore.open(etcd, "j", b"theirs")
+        store = await EtcdStore.open(etcd, "j")
         await store.claim_job(
             JobRecord(
                 version=__version__, num_replicas=2, ranks_per_replica=1, data_fingerprint="", layout_digest="",

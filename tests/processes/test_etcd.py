@@ -34,7 +34,7 @@ def job(request: pytest.FixtureRequest) -> str:
 
 def with_stores(url: str, job: str, body: Callable[..., Awaitable[None]], count: int = 1, **options: float) -> None:
     async def run() -> None:
-        stores = [await EtcdStore.open(url, job, b"token", **options) for _ in range(count)]
+        stores = [await EtcdStore.open(url, job, **options) for _ in range(count)]
         try:
             await asyncio.wait_for(body(*stores), 60)
         finally:
@@ -106,7 +106,7 @@ def test_a_watch_sees_everything(server: tuple[EmbeddedEtcd, str], job: str) -> 
         await b.put_report(report(1))
         view = await watcher.until(lambda v: ReplicaId(1) in v.reports)
         assert view.reports[ReplicaId(0)][1] == seen, "an unchanged report keeps its age"
-        await b.withdraw()
+        await b.close()
         await watcher.until(lambda v: not v.reports)
 
     with_stores(server[1], job, body, 2)
@@ -117,7 +117,7 @@ import asyncio, sys
 sys.path.insert(0, {tests!r})
 from test_etcd import EtcdStore, report
 async def main():
-    store = await EtcdStore.open({url!r}, {job!r}, b"token", lease_s=1.0)
+    store = await EtcdStore.open({url!r}, {job!r}, lease_s=1.0)
     await store.put_report(report())
     print("written", flush=True)
     await asyncio.Event().wait()
@@ -230,7 +230,7 @@ def test_events_that_come_together_are_one_change(server: tuple[EmbeddedEtcd, st
         await asyncio.gather(*(b.announce(ReplicaId(n)) for n in range(20)))
         await watcher.until(lambda v: len(v.announced) == 20)
         before = len(watcher.views)
-        await b.withdraw()  # one revision deletes all
+        await b.close()  # one revision deletes all
         await watcher.until(lambda v: not v.announced)
         assert len(watcher.views) == before + 1
 
@@ -272,19 +272,6 @@ def test_first_writes_at_the_same_time_share_a_lease(server: tuple[EmbeddedEtcd,
             store.claim_launcher("pid 1"),
         )  # fmt: skip
         await stays(watcher, lambda v: v.announced == {1, 2} and bool(v.reports))
-
-    with_stores(server[1], job, body, lease_s=1.0)
-
-
-def test_a_report_after_a_withdrawal_stays(server: tuple[EmbeddedEtcd, str], job: str) -> None:
-    async def body(store: EtcdStore) -> None:
-        await store.put_report(report())
-        await store.withdraw()
-        assert not (await store.read()).reports
-        watcher = Watcher()
-        await store.watch(watcher)
-        await store.put_report(report())
-        await stays(watcher, lambda v: bool(v.reports))
 
     with_stores(server[1], job, body, lease_s=1.0)
 
@@ -349,7 +336,7 @@ def test_two_launchers_and_a_used_name(server: tuple[EmbeddedEtcd, str], job: st
         with pytest.raises(ConfigError, match="run already by pid 1"):
             await b.claim_launcher("pid 2")
         await a.publish(decision(1), 0)
-        await a.withdraw()
+        await a.close()
         with pytest.raises(ConfigError, match="has run on this store before"):
             await b.claim_launcher("pid 2")
 
@@ -411,7 +398,7 @@ def test_malformed_values_are_ignored(
         assert len([r for r in caplog.records if "ignored the value" in r.message]) == 5, "each once"
         for key in ("job", "endpoints/0/a"):
             await store.client.put((root + key).encode(), b"{")
-        for call in (store.claim_job(RECORD), store.check_token(), store.get_endpoints(ReplicaId(0), Incarnation("a"))):
+        for call in (store.claim_job(RECORD), store.get_endpoints(ReplicaId(0), Incarnation("a"))):
             with pytest.raises(StoreError, match="cannot be used"):
                 await call
 
@@ -436,21 +423,9 @@ def test_a_malformed_value_does_not_undo_the_good_one(server: tuple[EmbeddedEtcd
     with_stores(server[1], job, body)
 
 
-def test_a_wrong_token(server: tuple[EmbeddedEtcd, str], job: str) -> None:
-    async def body(store: EtcdStore) -> None:
-        await store.check_token()  # no job yet
-        await store.claim_job(replace(RECORD, token_check=EtcdStore.token_check(job, b"token")))
-        await store.check_token()
-        stranger = await EtcdStore.open(server[1], job, b"another")
-        try:
-            with pytest.raises(JobMismatch, match="job token differs"):
-                await stranger.check_token()
-        finally:
-            await stranger.close()
-
-    assert len(EtcdStore.token_check(job, b"token")) == 32
-    assert EtcdStore.token_check(job, b"token") != EtcdStore.token_check("other", b"token")
-    with_stores(server[1], job, body)
+def test_equal_tokens_can_be_told_and_jobs_do_not_share_them() -> None:
+    assert len(EtcdStore.token_check("j", b"token")) == 32
+    assert len({EtcdStore.token_check(*of) for of in (("j", b"token"), ("j", b"another"), ("other", b"token"))}) == 3
 
 
 def test_a_closed_store_says_so(server: tuple[EmbeddedEtcd, str], job: str) -> None:
@@ -465,12 +440,12 @@ def test_a_closed_store_says_so(server: tuple[EmbeddedEtcd, str], job: str) -> N
 @pytest.mark.parametrize("url", ["", "127.0.0.1:2379", "etcd://127.0.0.1", "etcd://:1", "etcd://h:port", "http://h:1"])
 def test_a_bad_address_is_a_sentence(url: str) -> None:
     with pytest.raises(ConfigError, match="etcd://HOST:2379"):
-        asyncio.run(EtcdStore.open(url, "j", b"t"))
+        asyncio.run(EtcdStore.open(url, "j"))
 
 
 def test_nobody_there_is_a_sentence() -> None:
     with pytest.raises(StoreError, match=r"no etcd answers at 127\.0\.0\.1:9"):
-        asyncio.run(EtcdStore.open("etcd://127.0.0.1:9", "j", b"t", timeout=0.5))
+        asyncio.run(EtcdStore.open("etcd://127.0.0.1:9", "j", timeout=0.5))
 
 
 def test_addresses() -> None:

@@ -416,7 +416,7 @@ def test_a_life_that_cannot_begin_leaves_no_rank(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="no more processes"):
             life(tmp_path, start, lambda *of: ended.set_result(of))
         half, rank = await asyncio.wait_for(ended, 30)
-        assert (rank, half.pids, half.codes) == (0, pids, [-9])
+        assert (rank, half.pids, half.processes[0].code) == (0, pids, -9)
 
     asyncio.run(main())
 
