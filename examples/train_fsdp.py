@@ -2,7 +2,7 @@
 
     keepstep run --replicas 3 --ranks-per-replica 2 examples/train_fsdp.py -- --steps 200
 
-Kill any of its processes with `kill -9` while it runs: the other replicas go on, and the dead one comes back. What keepstep asks
+Kill any of its ranks with `kill -9` while it runs: the other replicas go on, and the dead one comes back. What keepstep asks
 of a script is marked with (1) to (5). Without --data it reads the source of Python's own standard library.
 """
 
