@@ -133,6 +133,15 @@ def test_a_script_that_raises(tmp_path: Path) -> None:
     refused(result, "RuntimeError: the script is wrong here", code=1)
 
 
+def test_the_rank_that_raises_is_named(tmp_path: Path) -> None:
+    """The other one is in the middle of a collective with it, which fails, and ends before it."""
+    shape = ("--replicas", "1", "--ranks-per-replica", "2", "--max-restarts", "0")
+    result = run(tmp_path, *shape, script=MISFIT, args=("one rank raises",))
+    refused(result, "RuntimeError: the script is wrong here", code=1)
+    assert [(e["rank"], e["code"]) for e in result.of("exit")] == [(0, 75), (1, 1)]
+    assert "replica 0 rank 1 failed first" in result.output.splitlines()[-1]
+
+
 def test_a_script_that_leaves_the_loop_early(tmp_path: Path) -> None:
     refused(run(tmp_path, "--replicas", "1", args=("--leave-at", "3")), "left the training loop before the job ended")
 

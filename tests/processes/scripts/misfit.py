@@ -26,7 +26,8 @@ def end_last() -> None:
         threading.Event().wait(0.01)
 
 
-if os.environ["WORLD_SIZE"] == "2" and os.environ["RANK"] == "0" and what == "model":
+size, rank = os.environ["WORLD_SIZE"], os.environ["RANK"]
+if size == "2" and (what, rank) in (("model", "0"), ("one rank raises", "1")):
     atexit.register(end_last)
 if what == "model" and odd:
     sys.argv += ["--width", "48"]
@@ -36,6 +37,8 @@ elif what == "unit size" and odd:
     sys.argv += ["--unit-size", "8"]
 elif what == "version" and odd:
     keepstep.runtime.environment.__version__ = "0.0.9"
+elif what == "one rank raises" and rank == "1":
+    sys.argv += ["--raise-at", "3"]
 elif what == "mesh":
     own = init_device_mesh
     with keepstep.join() as job:
