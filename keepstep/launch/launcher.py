@@ -318,7 +318,8 @@ class Launcher:
 
     def _config_error(self, replica: Replica, sentence: str) -> None:
         self._trained = self._trained or any(r.life and self._has(r.life, b'"event": "commit"') for r in self.replicas)
-        if self._trained and any(not r.over for r in self.replicas if r is not replica):
+        others = [r for r in self.replicas if r is not replica]
+        if self._trained and any(not r.over or r.outcome == "done" for r in others):
             self._give_up(replica, sentence)
         else:
             self._events.emit("gave_up", {"replica": replica.id, "reason": sentence})

@@ -244,6 +244,23 @@ say("final")
     assert result.stderr.count("exited with code 75; the rest of the replica is ended") == 1, result.stderr
 
 
+def test_a_mistake_of_the_last_replica_does_not_undo_what_the_others_did(
+    tmp_path: Path, script: Callable[[str], Path]
+) -> None:
+    body = """
+if replica == 0:
+    say("final")
+    sys.exit(0)
+while "replica_done" not in (run_dir / "events" / "launcher.jsonl").read_text():
+    threading.Event().wait(0.01)
+print("keepstep: this replica does not fit", flush=True)
+sys.exit(78)
+"""
+    result = run(tmp_path / "run", "--replicas", "2", script=script(body))
+    assert result.code == 0, result.output
+    assert [(e["replica"], e["reason"]) for e in result.of("gave_up")] == [(1, "this replica does not fit")]
+
+
 @pytest.mark.parametrize("frozen", [0, 1], ids=["leader", "other"])
 def test_a_frozen_rank_does_not_hold_the_end_up(tmp_path: Path, script: Callable[[str], Path], frozen: int) -> None:
     body = f"""
