@@ -134,7 +134,7 @@ def test_a_script_that_raises(tmp_path: Path) -> None:
 
 
 def test_the_rank_that_raises_is_named(tmp_path: Path) -> None:
-    """The other one is in the middle of a collective with it, which fails, and ends before it."""
+    """The other one waits for it in a collective, and is ended before it."""
     shape = ("--replicas", "1", "--ranks-per-replica", "2", "--max-restarts", "0")
     result = run(tmp_path, *shape, script=MISFIT, args=("one rank raises",))
     refused(result, "RuntimeError: the script is wrong here", code=1)
