@@ -29,8 +29,12 @@ class ExchangeBuffer(Protocol):
         """The writable result [lo, hi)."""
         ...
 
-    def reduce(self, lo: int, hi: int, received: memoryview) -> None:
-        """output[lo:hi] = received + input[lo:hi], element by element, in this operand order."""
+    def reduce(self, lo: int, hi: int, received: memoryview, into: memoryview | None = None) -> None:
+        """output[lo:hi] = received + input[lo:hi], element by element, in this operand order; or `into` instead of output."""
+        ...
+
+    def final(self, lo: int, hi: int) -> None:
+        """output[lo:hi] is the finished sum now, and won't change any more."""
         ...
 
     def copy_through(self, lo: int, hi: int) -> None:

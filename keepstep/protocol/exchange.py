@@ -37,6 +37,11 @@ class Exchange:
         send = self.sends[self.sent]
         return send if send.after is None or send.after < self.received else None
 
+    @property
+    def next_forwards_this(self) -> bool:
+        """Whether the next chunk to send is the one that is being received: its sum can go straight on."""
+        return not self.sent_all and self.sends[self.sent].after == self.received
+
     def on_sent(self) -> None:
         if self.sent_all:
             raise LocalProtocolError("more chunks were sent than the exchange has")
@@ -52,9 +57,12 @@ class Exchange:
         self.received += 1
 
     def grant(self) -> int:
-        """How many credits to send now: up to `window` chunks ahead of what is received."""
+        """How many credits to send now: up to `window` chunks ahead of what is received, half a window at a time."""
         upto = min(self.received + self.window, len(self.receives))
-        new, self._granted = upto - self._granted, upto
+        new = upto - self._granted
+        if new < self.window // 2 and upto < len(self.receives):
+            return 0
+        self._granted = upto
         return new
 
 

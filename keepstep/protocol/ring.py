@@ -45,11 +45,15 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Bytes [lo, hi) come from the previous member: to be added to our input, or final."""
+    """Bytes [lo, hi) come from the previous member: to be added to our input (`reduce`), or the finished sum.
+
+    `final`: after it the output holds the sum. A sum that is not final only has to reach the next member.
+    """
 
     lo: int
     hi: int
     reduce: bool
+    final: bool
 
 
 def rounds(nbytes: int, itemsize: int, size: int, shape: Shape) -> Iterator[tuple[int, int]]:
@@ -85,7 +89,7 @@ def schedule(nbytes: int, itemsize: int, size: int, position: int, shape: Shape)
             ready = []
             for a, b in chunks(*segment(lo, hi, itemsize, size, position - hop - 1), itemsize, shape):
                 ready.append(len(receives))
-                receives.append(Receive(a, b, reduce=hop < size - 1))
+                receives.append(Receive(a, b, reduce=hop < size - 1, final=hop >= size - 2))
     return sends, receives
 
 

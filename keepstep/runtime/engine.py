@@ -8,7 +8,6 @@ previous members connect, and gives each connection to the ring it was made for,
 Calls may come from any thread and never block for the network; `on_event` is called from the rings' threads.
 """
 
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from keepstep.protocol.exchange import Deadline
 from keepstep.protocol.ids import Incarnation, QuorumId, ReplicaId, Seq
 from keepstep.protocol.messages import Peer
 from keepstep.runtime.handshake import Identity, RingHello
-from keepstep.runtime.links import Listener
+from keepstep.runtime.listener import Accepted, Listener
 from keepstep.runtime.ring import EngineEvent, EngineSettings, Owner, Ring
 
 MAX_EARLY = 16  # connections of rings that we have not been told of yet
@@ -43,9 +42,9 @@ class Engine:
         self._lock = threading.Lock()
         self._ring: Ring | None = None
         self._old: list[Ring] = []
-        self._early: deque[tuple[socket.socket, RingHello]] = deque()
+        self._early: deque[Accepted] = deque()
         self._closed = False
-        self._listener = Listener(identity, host, settings.link, self._admit, self._on_peer)
+        self._listener = Listener(identity, host, settings.link, self._admit, self._on_peer, settings.shape)
         self.port = self._listener.port
 
     def _tell(self, event: EngineEvent) -> None:
@@ -53,17 +52,17 @@ class Engine:
             self._on_event(event)
 
     def configure(self, quorum_id: QuorumId, peers: Sequence[Peer], position: int) -> None:
-        """A new ring replaces the old one. Connects in the background."""
+        """A new ring replaces the old one, and keeps its good links. Connects in the background."""
         ring = Ring(self._owner, quorum_id, peers, position)
         with self._lock:
             old, self._ring = self._ring, ring
             early, self._early = list(self._early), deque()
         if old is not None:
-            old.close()
+            old.retire()
             self._old = [r for r in (*self._old, old) if not r.release()]
-        ring.start()
-        for sock, hello in early:
-            self._on_peer(sock, hello)
+        ring.start(old)
+        for accepted in early:
+            self._on_peer(accepted)
 
     def begin(self, seq: Seq, quorum_id: QuorumId, exchanges: int) -> None:
         """Decision `seq` runs `exchanges` exchanges on ring `quorum_id`; their buckets follow by `submit`."""
@@ -89,8 +88,8 @@ class Engine:
         with self._lock:
             rings = [*self._old, *([self._ring] if self._ring else [])]
             early, self._early = list(self._early), deque()
-        for sock, _ in early:
-            sock.close()
+        for accepted in early:
+            accepted.close()
         for ring in rings:
             ring.close()
         for ring in rings:
@@ -110,19 +109,20 @@ class Engine:
             return f"stale: quorum {hello.quorum_id} is over, this is quorum {ring.quorum_id}"
         return ""
 
-    def _on_peer(self, sock: socket.socket, hello: RingHello) -> None:
+    def _on_peer(self, accepted: Accepted) -> None:
+        hello = accepted.hello
         with self._lock:
             ring = self._ring
             if not self._closed and (ring is None or hello.quorum_id > ring.quorum_id):
                 if len(self._early) == MAX_EARLY:
-                    self._early.popleft()[0].close()
-                self._early.append((sock, hello))
+                    self._early.popleft().close()
+                self._early.append(accepted)
                 return
         who: tuple[ReplicaId, Incarnation] = (hello.replica_id, hello.incarnation)
         if ring is not None and hello.quorum_id == ring.quorum_id and who == _who(ring.previous) and not self._closed:
-            ring.offer(sock)
+            ring.offer(accepted)
         else:
-            sock.close()
+            accepted.close()
 
 
 def _who(peer: Peer) -> tuple[ReplicaId, Incarnation]:

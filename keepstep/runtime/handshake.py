@@ -7,7 +7,8 @@
 
 Every message is length-prefixed and bounded before anything is allocated. Errors: `Unauthorized` (wrong token), `StaleQuorum`
 (another life or ring), `RemoteProtocolError` (malformed), `JobMismatch` (fatal: same-numbered ranks hold different models),
-OSError and TimeoutError from the socket. Blocking; the caller sets the socket's timeout.
+OSError and TimeoutError from the socket. Blocking; the socket's timeout, as the caller has set it, is for all of the
+conversation: whoever says one byte every now and then does not hold us up for longer.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -27,7 +29,7 @@ from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId
 T = TypeVar("T")
 
 MAX_MESSAGE = 4096
-MAGIC = "keepstep-ftar/1"
+MAGIC = "keepstep-ftar/2"
 _LENGTH = struct.Struct("<I")
 _STALE, _LAYOUT, _TOKEN = "stale: ", "layout: ", "token: "
 
@@ -58,9 +60,13 @@ class RingHello:
     to_incarnation: Incarnation
     layout_digest: str
     nonce: str
+    stream: int  # which of the connections of the link this is
+    streams: int  # and how many it has
 
 
-def connect_hello(me: Identity, quorum_id: QuorumId, to: ReplicaId, to_incarnation: Incarnation) -> RingHello:
+def connect_hello(
+    me: Identity, quorum_id: QuorumId, to: ReplicaId, to_incarnation: Incarnation, stream: int = 0, streams: int = 1
+) -> RingHello:
     """The hello that `me` sends to a member of ring `quorum_id`."""
     return RingHello(
         magic=MAGIC,
@@ -73,18 +79,21 @@ def connect_hello(me: Identity, quorum_id: QuorumId, to: ReplicaId, to_incarnati
         to_incarnation=to_incarnation,
         layout_digest=me.layout_digest,
         nonce=secrets.token_hex(16),
+        stream=stream,
+        streams=streams,
     )
 
 
 def greet(sock: socket.socket, hello: RingHello, token: bytes) -> None:
     """The connecting side. Returns once the other side has accepted us."""
+    talk = _Conversation(sock)
     raw = msgspec.msgpack.encode(hello)
-    _send(sock, raw)
-    nonce, proof = _decode(_receive(sock), tuple[str, bytes])
+    talk.send(raw)
+    nonce, proof = _decode(talk.receive(), tuple[str, bytes])
     if not hmac.compare_digest(proof, _mac(token, "server", hello.nonce, nonce, raw)):
         raise Unauthorized("the peer could not prove that it holds the job token")
-    _send(sock, _mac(token, "client", hello.nonce, nonce, raw))
-    refusal = _receive(sock).decode(errors="replace")
+    talk.send(_mac(token, "client", hello.nonce, nonce, raw))
+    refusal = talk.receive().decode(errors="replace")
     if refusal.startswith(_STALE):
         raise StaleQuorum(refusal)
     if refusal.startswith(_LAYOUT):
@@ -97,16 +106,17 @@ def greet(sock: socket.socket, hello: RingHello, token: bytes) -> None:
 
 def welcome(sock: socket.socket, me: Identity, admit: Callable[[RingHello], str]) -> RingHello:
     """The accepting side: returns the hello of a peer that holds the token and fits. `admit` may refuse it, in words."""
-    raw = _receive(sock)
+    talk = _Conversation(sock)
+    raw = talk.receive()
     hello = _decode(raw, RingHello)
     nonce = secrets.token_hex(16)
-    _send(sock, msgspec.msgpack.encode((nonce, _mac(me.token, "server", hello.nonce, nonce, raw))))
-    proof = _receive(sock)
+    talk.send(msgspec.msgpack.encode((nonce, _mac(me.token, "server", hello.nonce, nonce, raw))))
+    proof = talk.receive()
     if not hmac.compare_digest(proof, _mac(me.token, "client", hello.nonce, nonce, raw)):
-        _send(sock, (_TOKEN + "the job tokens differ").encode())
+        talk.send((_TOKEN + "the job tokens differ").encode())
         raise Unauthorized("a peer could not prove that it holds the job token")
     refusal = _misfit(hello, me) or admit(hello)
-    _send(sock, refusal.encode())
+    talk.send(refusal.encode())
     if refusal:
         raise StaleQuorum(f"refused replica {hello.replica_id} rank {hello.rank}: {refusal}")
     return hello
@@ -131,25 +141,39 @@ def _mac(token: bytes, side: str, nonce_client: str, nonce_server: str, hello: b
     return hmac.new(token, text, hashlib.sha256).digest()
 
 
-def _send(sock: socket.socket, message: bytes) -> None:
-    sock.sendall(_LENGTH.pack(len(message)) + message)
+class _Conversation:
+    """Length-prefixed messages over a socket, all within the timeout that it has."""
 
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, within = sock, sock.gettimeout()
+        self._deadline = None if within is None else time.monotonic() + within
 
-def _receive(sock: socket.socket) -> bytes:
-    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
-    if length > MAX_MESSAGE:
-        raise RemoteProtocolError(f"a handshake message of {length} bytes: this is not keepstep")
-    return _exactly(sock, length)
+    def send(self, message: bytes) -> None:
+        self._hurry()
+        self._sock.sendall(_LENGTH.pack(len(message)) + message)
 
+    def receive(self) -> bytes:
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        if length > MAX_MESSAGE:
+            raise RemoteProtocolError(f"a handshake message of {length} bytes: this is not keepstep")
+        return self._exactly(length)
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = sock.recv(count - len(data))
-        if not piece:
-            raise ConnectionResetError("the peer closed the connection during the handshake")
-        data += piece
-    return data
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            self._hurry()
+            piece = self._sock.recv(count - len(data))
+            if not piece:
+                raise ConnectionResetError("the peer closed the connection during the handshake")
+            data += piece
+        return data
+
+    def _hurry(self) -> None:
+        if self._deadline is not None:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the peer took too long over the handshake")
+            self._sock.settimeout(left)
 
 
 def _decode(data: bytes, kind: type[T]) -> T:

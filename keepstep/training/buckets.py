@@ -67,10 +67,14 @@ class FlatBuffer:
     def output(self, lo: int, hi: int) -> memoryview:
         return self._out[lo:hi]
 
-    def reduce(self, lo: int, hi: int, received: memoryview) -> None:
-        a, b = lo // self.itemsize, hi // self.itemsize
-        incoming = torch.frombuffer(received, dtype=self.source.dtype, count=b - a)
-        torch.add(incoming, self.source[a:b], out=self.target[a:b])
+    def reduce(self, lo: int, hi: int, received: memoryview, into: memoryview | None = None) -> None:
+        a, b, dtype = lo // self.itemsize, hi // self.itemsize, self.source.dtype
+        incoming = torch.frombuffer(received, dtype=dtype, count=b - a)
+        target = self.target[a:b] if into is None else torch.frombuffer(into, dtype=dtype, count=b - a)
+        torch.add(incoming, self.source[a:b], out=target)
+
+    def final(self, lo: int, hi: int) -> None:
+        pass
 
     def copy_through(self, lo: int, hi: int) -> None:
         a, b = lo // self.itemsize, hi // self.itemsize

@@ -1,0 +1,121 @@
+"""Where previous members connect: a TCP port and, for those on this host, a Unix socket of the same name.
+
+Every connection is authenticated, in a thread of its own and in bounded time, before anybody else sees it. A port scanner, a
+stale member, garbage or a connection that says nothing is refused in words, and harms nothing.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from keepstep.protocol.errors import KeepstepError
+from keepstep.protocol.ring import Shape
+from keepstep.runtime import shared_memory
+from keepstep.runtime.handshake import Identity, RingHello, welcome
+from keepstep.runtime.links import LinkSettings, shut, tune
+from keepstep.runtime.shared_memory import Segment
+
+log = logging.getLogger("keepstep")
+
+MAX_HANDSHAKES = 32
+BACKLOG = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A connection of somebody who holds the token, and the segment where its chunks will lie, if they do not come over TCP."""
+
+    sock: socket.socket
+    hello: RingHello
+    segment: Segment | None
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class Listener:
+    """Accepts connections; `on_peer` gets each, from a thread of the listener's."""
+
+    def __init__(
+        self,
+        me: Identity,
+        host: str,
+        settings: LinkSettings,
+        admit: Callable[[RingHello], str],
+        on_peer: Callable[[Accepted], None],
+        shape: Shape | None = None,
+    ) -> None:
+        """`admit` may refuse a peer, in words. `shape`: of the segments that peers on this host may bring; None: they may not."""
+        self._me, self._settings, self._admit, self._on_peer = me, settings, admit, on_peer
+        self._shape = shape
+        self._slots = threading.Semaphore(MAX_HANDSHAKES)
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        tcp = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._sockets = [tcp]
+        try:
+            tune(tcp, settings)
+            tcp.bind((host, 0))
+            self.port: int = tcp.getsockname()[1]
+            self._listen(tcp)
+            if shape is not None and settings.shared_memory:
+                self._listen_on_this_host(shared_memory.address(host, self.port))
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen_on_this_host(self, address: str) -> None:
+        sock = socket.socket(socket.AF_UNIX)
+        self._sockets.append(sock)
+        try:
+            sock.bind(address)
+        except OSError as error:  # somebody else has the name: TCP does too
+            log.warning("no shared memory for members on this host: %s", error)
+        else:
+            self._listen(sock)
+
+    def _listen(self, sock: socket.socket) -> None:
+        sock.listen(BACKLOG)
+        thread = threading.Thread(target=self._accept, args=(sock,), name="keepstep-listen", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, listening: socket.socket) -> None:
+        while not self._closed:
+            try:
+                sock, address = listening.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                log.warning("a ring connection could not be accepted: %s", error)
+                continue
+            if not self._slots.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._greet, args=(sock, address), name="keepstep-hello", daemon=True).start()
+
+    def _greet(self, sock: socket.socket, address: object) -> None:
+        try:
+            sock.settimeout(self._settings.connect_s)
+            hello = welcome(sock, self._me, self._admit)
+            segment = None
+            if sock.family == socket.AF_UNIX and self._shape is not None:
+                segment = shared_memory.accept(sock, self._shape)
+            sock.settimeout(None)
+        except (KeepstepError, OSError) as error:
+            log.info("refused a ring connection from %s: %s", address or "this host", error)
+            sock.close()
+        else:
+            self._on_peer(Accepted(sock, hello, segment))
+        finally:
+            self._slots.release()
+
+    def close(self) -> None:
+        self._closed = True
+        for sock in self._sockets:
+            shut(sock)
+            sock.close()
+        for thread in self._threads:
+            thread.join(2.0)
