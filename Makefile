@@ -1,10 +1,10 @@
-# make setup | demo | test | test-faults | bench-kill | format
+# make setup | demo | test | test-faults | bench-kill | bench-allreduce | format
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo test lint unit test-faults bench-kill format clean
+.PHONY: help setup setup-bench demo test lint unit test-faults bench-kill bench-allreduce format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -43,6 +43,9 @@ test-faults: setup  ## the long matrix: a kill in every phase, on real processes
 
 bench-kill: setup-bench  ## survivors' stall after a kill, beside torchft and plain gloo
 	$(BIN)/python benchmarks/kill.py
+
+bench-allreduce: setup-bench  ## sums over 2 to 8 processes, beside gloo and torchft; as root for all of it
+	$(BIN)/python benchmarks/allreduce.py --json runs/bench-allreduce/allreduce.json
 
 format: setup
 	$(BIN)/ruff format .
