@@ -16,12 +16,16 @@ import os
 import platform
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import allreduce_faults as faults
 import allreduce_table as table
 from allreduce_net import Namespace, default_congestion, why_not
+
+from keepstep.runtime.links import LinkSettings
 
 MB = 1 << 20
 SIZES = (0.25, 4, 64, 256, 512)
@@ -65,7 +69,33 @@ def run_table(args: argparse.Namespace, namespace: Namespace | None, report: Jso
         report["rows"] += table.measure(case, namespace, printer)
 
 
-PARTS = {"table": run_table}
+def ours(namespace: Namespace | None, names: Sequence[str]) -> list[str]:
+    """Those of `names` that load, with the congestion control that keepstep chooses: it is what its users get."""
+    congestion = LinkSettings().congestion if namespace else default_congestion()
+    return [f"{name}@{congestion}" for name in table.loading(names)[0]]
+
+
+def run_reconfigure(args: argparse.Namespace, namespace: Namespace | None, report: Json) -> None:
+    impls = ours(namespace, ["keepstep-tcp", "keepstep-shm", "torchft"])
+    report["reconfigure"] = faults.reconfigure(namespace, impls, args.repetitions or 100)
+    faults.print_reconfigure(report["reconfigure"])
+
+
+def run_kill(args: argparse.Namespace, namespace: Namespace | None, report: Json) -> None:
+    impls = ours(
+        namespace, ["keepstep-tcp", "keepstep-shm"]
+    )  # kill.py has torchft: its group alone leaves survivors waiting
+    report["kill"] = faults.kill(namespace, impls, args.repetitions or 7, 256 * MB)
+    faults.print_kill(report["kill"])
+
+
+def run_freeze(args: argparse.Namespace, namespace: Namespace | None, report: Json) -> None:
+    impls = ours(namespace, ["keepstep-tcp", "keepstep-shm"])
+    report["freeze"] = faults.freeze(namespace, impls, args.repetitions or 4)
+    faults.print_freeze(report["freeze"])
+
+
+PARTS = {"table": run_table, "reconfigure": run_reconfigure, "kill": run_kill, "freeze": run_freeze}
 NEEDS_ROOT = {"limited"}
 
 
@@ -81,12 +111,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--budget-s", type=float, default=60.0, help="fewer rounds (not under 3) for sizes that take longer"
     )
+    parser.add_argument("--repetitions", type=int, default=0, help="of `reconfigure` (100), `kill` (7), `freeze` (4)")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
     args.n = args.n or ([2, 4] if args.quick else [2, 4, 8])
     args.mb = args.mb or ([4, 64, 256] if args.quick else list(SIZES))
     args.congestion = args.congestion or (["best"] if args.quick else ["default", "best"])
-    args.only = args.only or (["table"] if args.quick else list(PARTS))
+    args.only = args.only or (["table", "reconfigure"] if args.quick else list(PARTS))
     return args
 
 

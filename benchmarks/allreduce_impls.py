@@ -34,9 +34,9 @@ Member = dict[str, Any]
 class ExchangeFailed(Exception):
     """A member is gone; `at` is when we were told."""
 
-    def __init__(self, event: StepFailed) -> None:
-        super().__init__(event.reason)
-        self.event, self.at = event, time.monotonic()
+    def __init__(self, reason: str, suspect: int | None = None, phase: str = "") -> None:
+        super().__init__(reason)
+        self.suspect, self.phase, self.at = suspect, phase, time.monotonic()
 
 
 class Buffers:
@@ -73,6 +73,8 @@ class Impl:
         self.rank, self.life, self.host, self.congestion, self.settings = rank, life, host, congestion, settings
         self.open()
 
+    in_place = False
+
     def open(self) -> None: ...
 
     def port(self) -> int:
@@ -90,6 +92,8 @@ class Impl:
 
 class Store(Impl):
     """Each rank keeps a store, of which that of the first member is used."""
+
+    in_place = True
 
     def open(self) -> None:
         self.store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
@@ -126,7 +130,10 @@ class Torchft(Store):
         self.group.configure(store, f"replica{self.rank}", position, len(members), quorum_id=generation)
 
     def exchange(self, buffers: Buffers) -> None:
-        self.group.allreduce([buffers.target], dist.AllreduceOptions()).wait()
+        try:
+            self.group.allreduce([buffers.target], dist.AllreduceOptions()).wait()
+        except RuntimeError as error:
+            raise ExchangeFailed(str(error)) from error
 
 
 # --- keepstep: this function is all that depends on how an engine is made -------------------------------------------
@@ -193,7 +200,7 @@ class Keepstep(Impl):
                 case StepDone(seq) if seq == self.seq:
                     return
                 case StepFailed() as failed if failed.seq == self.seq:
-                    raise ExchangeFailed(failed)
+                    raise ExchangeFailed(failed.reason, failed.suspect, failed.phase)
 
 
 class KeepstepShm(Keepstep):

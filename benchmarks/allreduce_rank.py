@@ -101,18 +101,21 @@ class Rank:
     def do_exchange_until_done(
         self, impl: str, at: float, retry: Reply | None = None, repeats: int = 1, check: list[int] | None = None
     ) -> Reply:  # fmt: skip
-        """Exchanges; if one fails, then at once on the ring that `retry` describes. Times are of the common clock."""
+        """Exchanges; if one fails, then once more among the members in `retry`. Times are of the common clock."""
         reply: Reply = {"failed_at": None}
         sleep_until(at)
         try:
             for _ in range(repeats):
                 self.impls[impl].exchange(self.buffers)
         except ExchangeFailed as failed:
-            event = failed.event
-            reply |= {"failed_at": failed.at, "suspect": event.suspect, "phase": event.phase, "reason": event.reason}
+            reply |= {
+                "failed_at": failed.at, "suspect": failed.suspect, "phase": failed.phase, "reason": str(failed)
+            }  # fmt: skip
             if retry:
                 self.impls[impl].configure(**retry)
                 reply["ready_at"] = time.monotonic()
+                if self.impls[impl].in_place:
+                    self.buffers.refill()
                 self.impls[impl].exchange(self.buffers)
         reply["done_at"] = time.monotonic()
         if check is not None:

@@ -144,10 +144,10 @@ class World:
         """Who `ranks` are on the wire: what `configure` wants."""
         return self.call("member", ranks, impl=impl)
 
-    def configure(self, impl: str, members: list[Reply], generation: int) -> list[Reply]:
+    def configure(self, impl: str, members: list[Reply], generation: int, at: float = 0.0) -> list[Reply]:
         """Those become the members, in this order; the answers tell how long each one took."""
         each = {m["rank"]: {"position": i} for i, m in enumerate(members)}
-        return self.call_each("configure", each, impl=impl, members=members, generation=generation)
+        return self.call_each("configure", each, impl=impl, members=members, generation=generation, at=at)
 
     def restart(self, rank: int) -> None:
         """A killed rank's next life."""
