@@ -22,6 +22,8 @@ from types import FrameType
 from typing import Any
 
 import allreduce_faults as faults
+import allreduce_gil as gil
+import allreduce_limited as lines
 import allreduce_table as table
 from allreduce_net import Namespace, default_congestion, why_not
 
@@ -95,7 +97,30 @@ def run_freeze(args: argparse.Namespace, namespace: Namespace | None, report: Js
     faults.print_freeze(report["freeze"])
 
 
-PARTS = {"table": run_table, "reconfigure": run_reconfigure, "kill": run_kill, "freeze": run_freeze}
+def run_gil(args: argparse.Namespace, namespace: Namespace | None, report: Json) -> None:
+    impls = ours(namespace, ["gloo", "keepstep-tcp", "keepstep-shm"])
+    report["gil"] = gil.beside(namespace, impls, args.repetitions or 3, 64 * MB, seconds=3.0)
+    gil.print_beside(report["gil"])
+
+
+def run_limited(args: argparse.Namespace, namespace: Namespace | None, report: Json) -> None:
+    congestions = list(dict.fromkeys([LinkSettings().congestion, default_congestion()]))
+    impls = [f"{name}@{congestion}" for congestion in congestions for name in ("gloo", "keepstep-tcp")]
+    report["limited"] = []
+    for line, mb, sums in ((lines.SHORT, 64, 2), (lines.LONG, 64, 4)):
+        lines.print_line(line)
+        rounds = args.repetitions or (7 if line is lines.SHORT else 3)
+        report["limited"] += lines.limited(line, impls, rounds, mb * MB, sums, lines.print_limited)
+
+
+PARTS = {
+    "table": run_table,
+    "reconfigure": run_reconfigure,
+    "kill": run_kill,
+    "freeze": run_freeze,
+    "gil": run_gil,
+    "limited": run_limited,
+}
 NEEDS_ROOT = {"limited"}
 
 
@@ -111,7 +136,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--budget-s", type=float, default=60.0, help="fewer rounds (not under 3) for sizes that take longer"
     )
-    parser.add_argument("--repetitions", type=int, default=0, help="of `reconfigure` (100), `kill` (7), `freeze` (4)")
+    parser.add_argument(
+        "--repetitions", type=int, default=0, help="of `reconfigure` (100), `kill` (7), `freeze` (4), `gil` (3)"
+    )
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
     args.n = args.n or ([2, 4] if args.quick else [2, 4, 8])

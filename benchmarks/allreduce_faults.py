@@ -30,7 +30,7 @@ def reconfigure(namespace: Namespace | None, impls: Sequence[str], repetitions: 
     leave: dict[str, list[float]] = {impl: [] for impl in impls}
     come: dict[str, list[float]] = {impl: [] for impl in impls}
     with World(N, [namespace]) as world:
-        join_all(world, namespace, impls)
+        join_all(world, impls)
         everybody = {impl: world.members(impl, range(N)) for impl in impls}
         for turn in range(repetitions):
             for place in range(len(impls)):
@@ -70,7 +70,7 @@ def kill(namespace: Namespace | None, impls: Sequence[str], repetitions: int, nb
     """From the kill to the sum of the survivors, beside a sum of three members that nothing disturbs."""
     rng, found = random.Random(seed), {impl: [] for impl in impls}
     with World(N, [namespace]) as world:
-        join_all(world, namespace, impls)
+        join_all(world, impls)
         world.call("buffers", nbytes_max=nbytes)
         world.call("resize", nbytes=nbytes, timeout_s=120)
         generation = 2
@@ -168,7 +168,7 @@ def freeze(
     rng, found = random.Random(seed), {impl: [] for impl in impls}
     start_bytes = 64 << 20
     with World(N, [namespace]) as world:
-        join_all(world, namespace, impls)
+        join_all(world, impls)
         world.call("buffers", nbytes_max=512 << 20)
         world.call("resize", nbytes=start_bytes, timeout_s=120)
         world.call("warm_up", impl=impls[0], check=list(range(N)))

@@ -149,7 +149,8 @@ class Rank:
         took = time.monotonic() - at
         if impl:
             thread.join()
-        return {"turns_per_s": turns / took, "exchanges_per_s": len([t for t in finished if t < end]) / seconds}
+        finished = [t for t in finished if t < end]
+        return {"turns_per_s": turns / took, "sum_s": (finished[-1] - at) / len(finished) if finished else None}
 
 
 _A = torch.full((256, 256), 0.5)

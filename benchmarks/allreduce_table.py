@@ -19,7 +19,6 @@ from allreduce_world import World, soon
 Row = dict[str, Any]
 PEERS = ("gloo", "torchft", "keepstep-tcp", "keepstep-shm", "pypccl")
 REPEATS = {256 << 10: 16, 4 << 20: 4}  # sums in one round of small buffers
-WARM_ROUNDS = 1
 SPARE_BYTES = 400 << 20  # of each rank, beside its buffers
 
 
@@ -41,12 +40,12 @@ def loading(names: Sequence[str]) -> tuple[list[str], list[Row]]:
     return [name for name in names if not reasons[name]], rows
 
 
-def join_all(world: World, namespace: Namespace | None, impls: Sequence[str]) -> None:
+def join_all(world: World, impls: Sequence[str], **settings: Any) -> None:
     """Each with its congestion control: set for the whole namespace, since not everybody chooses it for a socket."""
     for impl in impls:
-        if namespace:
+        for namespace in set(world.namespaces) - {None}:
             namespace.set_congestion(impl.partition("@")[2])
-        world.join(impl)
+        world.join(impl, **settings)
 
 
 def available_bytes() -> int:
@@ -57,23 +56,19 @@ def measure(case: Case, namespace: Namespace | None, tell: Callable[[Row], None]
     """The rows of one number of ranks."""
     rows: list[Row] = []
     room = available_bytes() // case.n - SPARE_BYTES
-    sizes = [size for size in sizes_in_order(case.sizes) if 2 * size <= room]
+    sizes = [size for size in sorted(case.sizes) if 2 * size <= room]
     for size in set(case.sizes) - set(sizes):
         rows.append({"impl": "all", "n": case.n, "bytes": size, "skipped": "not enough free memory"})
     if not sizes:
         return rows
     with World(case.n, [namespace]) as world:
-        join_all(world, namespace, case.impls)
+        join_all(world, case.impls)
         world.call("buffers", nbytes_max=sizes[-1])
         for size in sizes:
             for row in measure_size(case, world, size):
                 rows.append(row)
                 tell(row)
     return rows
-
-
-def sizes_in_order(sizes: Sequence[int]) -> list[int]:
-    return sorted(sizes)
 
 
 def measure_size(case: Case, world: World, size: int) -> list[Row]:

@@ -95,7 +95,7 @@ class World:
         self, size: int, namespaces: Sequence[Namespace | None], hosts: Sequence[str] = (), device: str = "lo", **spec: Any
     ) -> None:  # fmt: skip
         self.size = size
-        self._namespaces = [namespaces[r % len(namespaces)] for r in range(size)]
+        self.namespaces = [namespaces[r % len(namespaces)] for r in range(size)]
         self._spec = {"device": device, **spec}
         self._hosts = list(hosts) or ["127.0.0.1"] * size
         self.ranks: list[RankProcess] = []
@@ -111,7 +111,7 @@ class World:
     def _start(self, rank: int) -> RankProcess:
         self._lives += 1
         spec = {"rank": rank, "life": self._lives, "host": self._hosts[rank], **self._spec}
-        return RankProcess(spec, self._namespaces[rank])
+        return RankProcess(spec, self.namespaces[rank])
 
     def call(
         self, do: str, ranks: Sequence[int] | None = None, timeout_s: float = 60.0, **arguments: Any
