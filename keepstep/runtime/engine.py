@@ -38,7 +38,11 @@ class Engine:
     ) -> None:
         self._on_event = on_event
         deadline = Deadline(floor=settings.progress_floor_s, ceiling=settings.progress_ceiling_s)
-        self._owner = Owner(identity=identity, settings=settings, deadline=deadline, tell=self._tell, fault=fault)
+        link = settings.link
+        silence = Deadline(floor=min(link.silent_floor_s, link.silent_s), ceiling=link.silent_s, multiple=5.0)
+        self._owner = Owner(
+            identity=identity, settings=settings, deadline=deadline, silence=silence, tell=self._tell, fault=fault
+        )
         self._lock = threading.Lock()
         self._ring: Ring | None = None
         self._old: list[Ring] = []

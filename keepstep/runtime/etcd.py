@@ -67,7 +67,7 @@ _FIELDS = {
     "num_replicas": "number of replicas",
     "ranks_per_replica": "number of ranks per replica",
     "data_fingerprint": "data set or unit size",
-    "layout_digest": "model or bucket size",
+    "layout_digest": "model, bucket size, wire_dtype or engine settings",
 }
 
 

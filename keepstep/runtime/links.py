@@ -47,7 +47,8 @@ class LinkSettings:
     checksum: bool = True  # of chunks over TCP
     streams: int = 1  # TCP connections a link; more of them help where one is slow to use a long-distance link
     shared_memory: bool = True  # between members on one host
-    silent_s: float = 5.0  # no byte, not even a heartbeat, for so long: the peer is frozen
+    silent_floor_s: float = 1.5  # no byte, not even a heartbeat, for 5 x the recent steps, between these two: frozen
+    silent_s: float = 5.0
     connect_s: float = 5.0
     user_timeout_s: float = 10.0  # unacknowledged data for so long: the path is cut
 
@@ -56,8 +57,8 @@ class LinkSettings:
             raise ValueError("streams must be between 1 and 64")
         if self.socket_buffer < 4096:
             raise ValueError("socket_buffer must be at least 4096 bytes")
-        if min(self.silent_s, self.connect_s, self.user_timeout_s) <= 0:
-            raise ValueError("silent_s, connect_s and user_timeout_s must be positive")
+        if min(self.silent_floor_s, self.silent_s, self.connect_s, self.user_timeout_s) <= 0:
+            raise ValueError("silent_floor_s, silent_s, connect_s and user_timeout_s must be positive")
 
 
 class LinkError(Exception):
@@ -135,10 +136,6 @@ class _Link:
         self._settings = settings
         self._wake: Wake | None = None
         self._chunks = 0  # since the link was put under its quorum_id
-        seconds = int(settings.silent_s)
-        silent = struct.pack("ll", seconds, int((settings.silent_s - seconds) * 1e6))
-        for sock in self.socks:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silent)
 
     def _error(self, error: OSError | str, phase: str) -> LinkError:
         self.failed = True
@@ -200,7 +197,9 @@ class SendLink(_Link):
         Sends a heartbeat when idle for long. Credits that nobody waits for wake nobody: each would cost two thread switches.
         """
         assert self._wake is not None
-        ready = (self._hungry if hungry else self._content).poll(self._settings.silent_s * 250)
+        ready = (self._hungry if hungry else self._content).poll(
+            min(self._settings.silent_floor_s, self._settings.silent_s) * 250
+        )
         if not ready:
             for sock in self.socks:
                 self._write(sock, [memoryview(HEADER.pack(self.quorum_id, 0, 0, HEARTBEAT, 0, 0))], phase)
@@ -295,6 +294,8 @@ class ReceiveLink(_Link):
         self._header = memoryview(bytearray(HEADER.size))
         self._stage = memoryview(bytearray(chunk_bytes))
         self._marked = [quorum_id] * len(self.socks)  # the last mark that was read on each stream
+        self._silent_s = 0.0
+        self.expect_life_within(settings.silent_s)
 
     def attach(self, wake: Wake) -> None:
         """Waiting for a header ends when `wake` is set."""
@@ -305,6 +306,16 @@ class ReceiveLink(_Link):
             poll.register(sock, select.POLLIN | select.POLLRDHUP)
             poll.register(wake.fileno(), select.POLLIN)
             self._polls.append(poll)
+
+    def expect_life_within(self, seconds: float) -> None:
+        """How long the sender may be silent in an exchange."""
+        if seconds != self._silent_s:
+            self._silent_s = seconds
+            whole = int(seconds)
+            for sock in self.socks:
+                sock.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6))
+                )
 
     def adopt(self, quorum_id: int) -> None:
         """Puts the link under a new ring; it may be used once `adopted` (see `look_for_mark`)."""
@@ -411,9 +422,9 @@ class ReceiveLink(_Link):
     def _await(self, stream: int, phase: str) -> bool:
         """Until there is something to read; False: the wake was set. In an exchange, silence is an error."""
         assert self._wake is not None
-        ready = self._polls[stream].poll(None if phase == "idle" else self._settings.silent_s * 1000)
+        ready = self._polls[stream].poll(None if phase == "idle" else self._silent_s * 1000)
         if not ready:
-            raise self._error(f"it has been silent for {self._settings.silent_s:g} s", phase)
+            raise self._error(f"it has been silent for {self._silent_s:.3g} s", phase)
         if any(fd == self._wake.fileno() for fd, _ in ready):
             self._wake.clear()
             return False
@@ -436,7 +447,7 @@ class ReceiveLink(_Link):
             try:
                 got = sock.recv_into(target[at:], len(target) - at, socket.MSG_WAITALL)
             except BlockingIOError:
-                raise self._error(f"it has been silent for {self._settings.silent_s:g} s", phase) from None
+                raise self._error(f"it has been silent for {self._silent_s:.3g} s", phase) from None
             except OSError as error:
                 raise self._error(error, phase) from None
             if not got:

@@ -36,17 +36,22 @@ log = logging.getLogger("keepstep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What may be tuned. All members of a job must agree on chunk_bytes and window. Times in seconds."""
+    """What may be tuned. All members of a job must agree on `digest`. Times in seconds."""
 
     chunk_bytes: int = 1 << 20
     window: int = 4
-    progress_floor_s: float = 10.0
+    progress_floor_s: float = 10.0  # alive, but no progress: 10 x the slowest of the recent steps, between these two
     progress_ceiling_s: float = 60.0
     link: LinkSettings = field(default_factory=LinkSettings)
 
     @property
     def shape(self) -> Shape:
         return Shape(self.chunk_bytes, self.window)
+
+    @property
+    def digest(self) -> str:
+        """What all members must agree on, since it is how they cut and stamp the bytes."""
+        return f"/{self.chunk_bytes}/{self.window}/{int(self.link.checksum)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,8 @@ class Owner:
 
     identity: Identity
     settings: EngineSettings
-    deadline: Deadline
+    deadline: Deadline  # for progress
+    silence: Deadline  # for any byte at all
     tell: Callable[[EngineEvent], None]
     fault: Callable[[str, int], None]
 
@@ -195,7 +201,7 @@ class Ring:
 
     def abort(self, suspect: ReplicaId, reason: str) -> None:
         why = _Broken(suspect, "told", f"ring {self.quorum_id}: {reason}", fatal=False)
-        self._break(why, failed=[p for p in (self.previous, self.next) if p.replica_id == suspect])
+        self._break(why, failed=self._links_to(suspect))
 
     def retire(self) -> None:
         """Quietly: another ring comes. Its threads end between two chunks."""
@@ -277,6 +283,10 @@ class Ring:
         else:
             self.owner.tell(RingBroken(self.quorum_id, why.suspect, why.reason))
 
+    def _links_to(self, suspect: ReplicaId | None) -> list[Peer]:
+        """A thread may hang on the suspect: its links must not wait for the end of a chunk."""
+        return [peer for peer in (self.previous, self.next) if peer.replica_id == suspect]
+
     def _shut_links(self) -> None:
         for link in (self._kept.send, self._kept.receive):
             if link is not None:
@@ -289,7 +299,7 @@ class Ring:
         """A link has failed, or its other end has ended the ring and may know why."""
         reason = f"ring {self.quorum_id}, {error.phase}: replica {error.peer.replica_id}: {error}"
         if isinstance(error, RingEnded):
-            self._break(_Broken(error.suspect, error.phase, reason, fatal=False))
+            self._break(_Broken(error.suspect, error.phase, reason, fatal=False), failed=self._links_to(error.suspect))
         else:
             self._break(_Broken(error.peer.replica_id, error.phase, reason, fatal=False), failed=[error.peer])
 
@@ -412,6 +422,7 @@ class Ring:
     def _receive_all(self, running: _Running, link: ReceiveLink, out: SendLink) -> bool:
         """Every chunk of the exchange; False: the ring was broken meanwhile."""
         progress, since = running.progress, time.monotonic()
+        link.expect_life_within(self.owner.silence.seconds)
         while not progress.received_all and self.broken is None:
             expected = progress.next_receive()
             phase = "reduce-scatter" if expected.reduce else "all-gather"
@@ -490,6 +501,7 @@ class Ring:
             took = time.monotonic() - self._first_submit
         if seq is not None:
             self.owner.deadline.observe(took)
+            self.owner.silence.observe(took)
             self.owner.tell(StepDone(seq))
 
 

@@ -13,7 +13,7 @@ The last exchange is tiny: three float64 numbers that every WORKER adds up (weig
 the summed weight makes the update an unbiased mean however many replicas took part (FT-HSDP section 5.5: who catches
 up contributes zero).
 
-Called from the main thread, except `FlatBuffer`, which the engine's threads use.
+Called from the main thread, except the buffers handed on, which the engine's threads use.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.protocol.errors import ConfigError
+from keepstep.training.exchange_buffers import FlatBuffer, exchange_buffer, wire_dtype_of
 
 SCALARS = 3  # weight, weight * loss, contributors
 
@@ -45,40 +46,6 @@ def like(local_part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         shape=param.shape,
         stride=param.stride(),
     )
-
-
-def raw(flat: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(bytearray())  # type: ignore[arg-type]
-
-
-class FlatBuffer:
-    """`ports.ExchangeBuffer` over two flat CPU tensors of one dtype. The input is never written by an exchange."""
-
-    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.source, self.target = source, target
-        self.itemsize = source.element_size()
-        self.nbytes = source.numel() * self.itemsize
-        self._in, self._out = raw(source), raw(target)
-
-    def input(self, lo: int, hi: int) -> memoryview:
-        return self._in[lo:hi]
-
-    def output(self, lo: int, hi: int) -> memoryview:
-        return self._out[lo:hi]
-
-    def reduce(self, lo: int, hi: int, received: memoryview, into: memoryview | None = None) -> None:
-        a, b, dtype = lo // self.itemsize, hi // self.itemsize, self.source.dtype
-        incoming = torch.frombuffer(received, dtype=dtype, count=b - a)
-        target = self.target[a:b] if into is None else torch.frombuffer(into, dtype=dtype, count=b - a)
-        torch.add(incoming, self.source[a:b], out=target)
-
-    def final(self, lo: int, hi: int) -> None:
-        pass
-
-    def copy_through(self, lo: int, hi: int) -> None:
-        a, b = lo // self.itemsize, hi // self.itemsize
-        self.target[a:b].copy_(self.source[a:b])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +82,13 @@ def plan(
 class Buckets:
     """The gradients of one model, as exchanges 0..n-1 of a step; exchange n-1 holds the scalars."""
 
-    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], *, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        *,
+        bucket_bytes: int,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
         self.named = [(name, p) for name, p in named if p.requires_grad]
         if not self.named:
             raise ConfigError("the model has no parameter that requires a gradient: nothing to train")
@@ -129,6 +102,11 @@ class Buckets:
         self.inputs = [torch.zeros(n, dtype=dtype) for dtype, n in self.shapes]
         self.outputs = [torch.zeros(n, dtype=dtype) for dtype, n in self.shapes]
         self._zeros = [torch.zeros(n, dtype=dtype) for dtype, n in self.shapes]
+        self._wire = wire_dtype
+        self._work = [
+            torch.zeros(n if self._travels(dtype) != dtype else 0, dtype=self._travels(dtype))
+            for dtype, n in self.shapes
+        ]
         self._unfilled = [0] * len(self.shapes)
         self._filled: list[bool] = []
         self._next = 0
@@ -144,15 +122,18 @@ class Buckets:
         """Number of exchanges in a step."""
         return len(self.shapes)
 
+    def _travels(self, dtype: torch.dtype) -> torch.dtype:
+        return wire_dtype_of(dtype, self._wire)
+
     def layout_digest(self) -> str:
         """Names, shapes, dtypes and bucket borders: same-numbered ranks must agree on all of them."""
         text = [f"{n}:{tuple(p.shape)}:{tuple(local(p).shape)}:{p.dtype}" for n, p in self.named]
-        text += [f"{dtype}:{count}" for dtype, count in self.shapes]
+        text += [f"{dtype}:{self._travels(dtype)}:{count}" for dtype, count in self.shapes]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def zero_contribution(self) -> list[FlatBuffer]:
         """(0, 0): inputs shared and never written, outputs fresh, since the main thread may still read older ones."""
-        return [FlatBuffer(zero, torch.empty_like(zero)) for zero in self._zeros]
+        return [exchange_buffer(zero, torch.empty_like(zero), self._wire) for zero in self._zeros]
 
     # --- one attempt --------------------------------------------------------------------------------------------
 
@@ -217,7 +198,7 @@ class Buckets:
             self._next += 1
 
     def _buffer(self, exchange: int) -> FlatBuffer:
-        return FlatBuffer(self.inputs[exchange], self.outputs[exchange])
+        return exchange_buffer(self.inputs[exchange], self.outputs[exchange], self._wire, self._work[exchange])
 
     # --- the result ---------------------------------------------------------------------------------------------
 

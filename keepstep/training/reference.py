@@ -18,6 +18,7 @@ from keepstep.protocol.ring import reduction_order, rounds, segment
 from keepstep.runtime.ring import EngineSettings
 from keepstep.training.buckets import plan
 from keepstep.training.data import Units, step_seed
+from keepstep.training.exchange_buffers import wire_dtype_of
 
 Compute = Callable[[torch.nn.Module, Any], torch.Tensor]
 """(model, batch) -> mean loss, as the script computes it."""
@@ -44,11 +45,13 @@ class Reference:
         lr_policy: str = "sqrt",
         max_grad_norm: float | None = None,
         accumulate: int = 1,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         if max_grad_norm is not None and ranks > 1:
             raise ConfigError("the reference clips gradients for one rank a replica only")
         self.model = make_model()
         self.ranks, self.engine, self.seed, self.accumulate = ranks, engine, seed, accumulate
+        self.wire_dtype = wire_dtype
         self.compute, self.lr_policy, self.max_grad_norm = compute, lr_policy, max_grad_norm
         self.units = [make_units(rank) for rank in range(ranks)]
         self.params = [p for p in self.model.parameters() if p.requires_grad]
@@ -100,7 +103,7 @@ class Reference:
 
     def _update(self, rank: int, contributions: Sequence[list[torch.Tensor]], weight: float, scale: float) -> None:
         slots, buckets = self.plans[rank]
-        reduced = [ring_sum([c[b] for c in contributions], self.engine) for b in range(len(buckets))]
+        reduced = [ring_sum([c[b] for c in contributions], self.engine, self.wire_dtype) for b in range(len(buckets))]
         for flat in reduced:
             if weight not in (0.0, 1.0):
                 flat.div_(weight)
@@ -125,16 +128,20 @@ def _shard(tensor: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
     return chunks[rank] if rank < len(chunks) else tensor.detach()[:0]
 
 
-def ring_sum(inputs: Sequence[torch.Tensor], settings: EngineSettings) -> torch.Tensor:
-    """The sum of one bucket over the members, added up in the order in which the ring does."""
-    size, itemsize = len(inputs), inputs[0].element_size()
-    total = torch.empty_like(inputs[0])
-    for lo, hi in rounds(total.numel() * itemsize, itemsize, size, settings.shape):
+def ring_sum(
+    inputs: Sequence[torch.Tensor], settings: EngineSettings, wire_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The sum of one bucket over the members, added up in the order and rounded in the places in which the ring does."""
+    size, dtype = len(inputs), inputs[0].dtype
+    travels = wire_dtype_of(dtype, wire_dtype)
+    total = torch.empty_like(inputs[0], dtype=travels)
+    for lo, hi in rounds(total.numel() * travels.itemsize, travels.itemsize, size, settings.shape):
         for index in range(size):
-            a, b = (x // itemsize for x in segment(lo, hi, itemsize, size, index))
+            a, b = (x // travels.itemsize for x in segment(lo, hi, travels.itemsize, size, index))
             first, *others = reduction_order(size, index)
-            part = inputs[first][a:b].clone()
+            part = inputs[first][a:b].to(travels)
             for member in others:
-                part = part + inputs[member][a:b]
+                own = inputs[member][a:b]
+                part = part + own if travels == dtype else (part.float() + own.float()).to(travels)
             total[a:b] = part
-    return total
+    return total.to(dtype)

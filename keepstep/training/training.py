@@ -142,6 +142,9 @@ class Training:
         accumulate: backward passes a step, over `step.micro_batches`.
         extra: more objects whose JSON state_dict belongs to the replicated state.
         data_policy: "pool" (any replica trains any unit) or "stream" (each replica owns every R-th).
+        wire_dtype: in which gradients travel between replicas. None: as they are, 16-bit ones as float32, so that they are added
+            up in float32; torch.bfloat16 or torch.float16 halve the bytes, and round at each replica.
+        engine: settings of the exchange; the same for every replica.
         state_copy_bytes_max: host memory for copies of a state that a peer is still reading.
     """
 
@@ -167,6 +170,7 @@ class Training:
         bucket_bytes: int = 25 << 20,
         extra: Mapping[str, Stateful] | None = None,
         state_copy_bytes_max: int = 1 << 62,
+        wire_dtype: torch.dtype | None = None,
         engine: EngineSettings | None = None,
     ) -> None:
         if job.has_training:
@@ -192,7 +196,8 @@ class Training:
             name=data_name,
         )
         check_sharding(model, job.size)
-        self.buckets = Buckets(list(model.named_parameters()), bucket_bytes=bucket_bytes)
+        settings = engine or EngineSettings()
+        self.buckets = Buckets(list(model.named_parameters()), bucket_bytes=bucket_bytes, wire_dtype=wire_dtype)
         self.buckets.on_first_gradient = lambda: self.job.runtime.fault(Phase.BACKWARD)
         parts = dict(extra or {})
         if scheduler is not None:
@@ -213,10 +218,10 @@ class Training:
                 serve=self.state.serve,
                 zero_contribution=lambda: list(self.buckets.zero_contribution()),
                 exchanges=self.buckets.count,
-                layout_digest=self.buckets.layout_digest(),
+                layout_digest=self.buckets.layout_digest() + settings.digest,
                 ledger=self.units.ledger,
                 max_steps=max_steps,
-                engine=engine or EngineSettings(),
+                engine=settings,
             )
         )
 

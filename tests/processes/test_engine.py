@@ -417,3 +417,26 @@ def test_no_more_than_a_window_is_in_flight(members: list[Member]) -> None:
     for member in (a, b):
         member.next(StepDone)
     check([[buffer] for buffer in buffers], arrays)
+
+
+def test_a_frozen_member_is_noticed_within_the_time_that_experience_allows() -> None:
+    """Silence is judged by the recent steps: here they take milliseconds, so the floor holds, not the ceiling."""
+    settings = replace(SETTINGS, link=replace(LINK, silent_floor_s=0.3, silent_s=60.0))
+    members = [Member(r, settings) for r in range(2)]
+    try:
+        configure(members, 1)
+        kept(members)
+        steps(members, 1, 1)
+        a, b = members
+        a.engine.begin(Seq(2), QuorumId(1), 1)
+        a.engine.submit(Seq(2), 0, Buffer(np.ones(100_000, np.float32)))
+        b.engine._ring._turn.acquire()  # type: ignore[union-attr]  # its sender stands still, as in a frozen process
+        began = time.monotonic()
+        failed = a.next(StepFailed)
+        assert isinstance(failed, StepFailed)
+        assert (failed.suspect, "silent for 0.3 s" in failed.reason) == (1, True)
+        assert time.monotonic() - began < 20
+        b.engine._ring._turn.release()  # type: ignore[union-attr]
+    finally:
+        for member in members:
+            member.engine.close()
