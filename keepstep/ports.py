@@ -37,6 +37,10 @@ class ExchangeBuffer(Protocol):
         """output[lo:hi] is the finished sum now, and won't change any more."""
         ...
 
+    def done(self) -> None:
+        """The exchange is complete here: the engine touches neither input nor output any more."""
+        ...
+
     def copy_through(self, lo: int, hi: int) -> None:
         """output[lo:hi] = input[lo:hi]: a ring of one."""
         ...

@@ -85,6 +85,10 @@ class Engine:
         if ring is not None and ring.quorum_id == quorum_id:
             ring.abort(suspect, reason)
 
+    def expect_progress_within(self, seconds: float) -> None:
+        """A fixed deadline instead of one learned from experience."""
+        self._owner.deadline.floor = self._owner.deadline.ceiling = seconds
+
     def close(self) -> None:
         """Ends every connection and thread; bounded in time."""
         self._closed = True

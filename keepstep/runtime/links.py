@@ -36,6 +36,7 @@ HEARTBEAT, RING, ABORT = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD
 CREDIT, REACHED, ENDED = b"c", b"r", b"a"
 _REACHED, _ENDED = struct.Struct("<cQ"), struct.Struct("<cQq")
 NOBODY = -1
+NO_CHECKSUM = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class LinkSettings:
 
     socket_buffer: int = 512 << 10  # best on one host; a long-distance link needs its bandwidth-delay product
     congestion: str = "reno"  # the kernel's default here, BBR, costs loopback 40%; "" leaves it as it is
-    checksum: bool = True  # of chunks over TCP
+    checksum: bool = True  # of chunks that leave the host
     streams: int = 1  # TCP connections a link; more of them help where one is slow to use a long-distance link
     shared_memory: bool = True  # between members on one host
     silent_floor_s: float = 1.5  # no byte, not even a heartbeat, for 5 x the recent steps, between these two: frozen
@@ -98,6 +99,11 @@ def shut(sock: socket.socket | None) -> None:
     if sock is not None:
         with contextlib.suppress(OSError):  # it is gone already
             sock.shutdown(socket.SHUT_RDWR)
+
+
+def _stays_here(sock: socket.socket) -> bool:
+    """Whether the bytes of a connection never leave this host."""
+    return sock.family == socket.AF_UNIX or sock.getsockname()[0] == sock.getpeername()[0]
 
 
 class Wake:
@@ -175,6 +181,7 @@ class SendLink(_Link):
         super().__init__(peer, socks, quorum_id, settings)
         self.credits = 0
         self._backwards = b""
+        self._checked = settings.checksum and not _stays_here(socks[0])
 
     def attach(self, wake: Wake) -> None:
         """`wait` ends when `wake` is set."""
@@ -245,8 +252,8 @@ class SendLink(_Link):
         self, seq: int, exchange: int, number: int, data: memoryview, phase: str, checksum: int | None = None
     ) -> None:
         """One chunk; uses up a credit. `checksum`: of the data, if it is known."""
-        if not self._settings.checksum:
-            checksum = 0
+        if not self._checked:
+            checksum = NO_CHECKSUM
         elif checksum is None:
             checksum = xxhash.xxh3_64_intdigest(data)
         header = HEADER.pack(self.quorum_id, seq, exchange, number, len(data), checksum)
@@ -284,8 +291,6 @@ class SendLink(_Link):
 
 class ReceiveLink(_Link):
     """Our end of the link from the previous member."""
-
-    checked = True  # chunks come with a checksum, unless the settings say otherwise
 
     def __init__(
         self, peer: Peer, socks: Sequence[socket.socket], quorum_id: int, settings: LinkSettings, chunk_bytes: int
@@ -373,7 +378,7 @@ class ReceiveLink(_Link):
     def payload_into(self, target: memoryview, checksum: int, phase: str) -> None:
         """The same, straight into `target`."""
         self._fill(self.socks[(self._chunks - 1) % len(self.socks)], target, phase)
-        if self._settings.checksum and xxhash.xxh3_64_intdigest(target) != checksum:
+        if checksum != NO_CHECKSUM and xxhash.xxh3_64_intdigest(target) != checksum:
             raise self._error("a chunk from it failed its checksum", phase)
 
     def end_ring(self, suspect: ReplicaId | None) -> None:

@@ -28,10 +28,12 @@ from keepstep.protocol.messages import Peer
 from keepstep.protocol.ring import Receive, Shape
 from keepstep.runtime.connecting import Connecting, Kept, Stopped
 from keepstep.runtime.handshake import Identity
-from keepstep.runtime.links import LinkError, LinkSettings, ReceiveLink, RingEnded, SendLink, Wake
+from keepstep.runtime.links import NO_CHECKSUM, LinkError, LinkSettings, ReceiveLink, RingEnded, SendLink, Wake
 from keepstep.runtime.listener import Accepted
 
 log = logging.getLogger("keepstep")
+
+ENDLESS = 1 << 62  # exchanges, for a step that is never done: each buffer is told by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,7 @@ class _Running:
     number: int
     buffer: ExchangeBuffer
     progress: Exchange
+    submitted: float = field(default_factory=time.monotonic)
     sides_done: int = 0
     checksums: dict[int, int] = field(default_factory=dict)  # of chunks that go on unchanged, by number of receive
 
@@ -195,7 +198,8 @@ class Ring:
         if self.size == 1:
             buffer.copy_through(0, buffer.nbytes)
             buffer.final(0, buffer.nbytes)
-            self._one_done()
+            buffer.done()
+            self._one_done(time.monotonic())
         for wake in self._wakes:
             wake.set()
 
@@ -447,7 +451,7 @@ class Ring:
             buffer.reduce(chunk.lo, chunk.hi, data)
         else:
             link.payload_into(buffer.output(chunk.lo, chunk.hi), checksum, phase)
-            if link.checked:
+            if checksum != NO_CHECKSUM:
                 running.checksums[progress.received] = checksum  # it goes on unchanged
         progress.on_received()
         if out.inline and self._turn.acquire(blocking=False):
@@ -492,16 +496,19 @@ class Ring:
             running.sides_done += 1
             done = running.sides_done == 2 and self.broken is None
         if done:
-            self._one_done()
+            running.buffer.done()
+            self._one_done(running.submitted)
 
-    def _one_done(self) -> None:
+    def _one_done(self, submitted: float) -> None:
         with self._lock:
             self._done += 1
             seq = self._seq if self._done == self._exchanges else None
-            took = time.monotonic() - self._first_submit
-        if seq is not None:
+            endless, since = self._exchanges == ENDLESS, self._first_submit
+        if seq is not None or endless:
+            took = time.monotonic() - (submitted if endless else since)
             self.owner.deadline.observe(took)
             self.owner.silence.observe(took)
+        if seq is not None:
             self.owner.tell(StepDone(seq))
 
 

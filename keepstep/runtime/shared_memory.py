@@ -124,8 +124,6 @@ class SharedSendLink(SendLink):
 class SharedReceiveLink(ReceiveLink):
     """Our end of the link from a previous member on this host."""
 
-    checked = False
-
     def __init__(
         self, peer: Peer, socks: Sequence[socket.socket], quorum_id: int, settings: LinkSettings, segment: Segment
     ) -> None:

@@ -63,6 +63,9 @@ class FlatBuffer:
     def final(self, lo: int, hi: int) -> None:
         pass
 
+    def done(self) -> None:
+        pass
+
 
 class WireBuffer(FlatBuffer):
     """The same for a dtype that is not the wire's. Sums are formed in `work`, and converted when they are final."""

@@ -27,6 +27,7 @@ BASE = LinkSettings(silent_s=1.0, connect_s=5.0)
 KINDS = {
     "tcp": replace(BASE, shared_memory=False),
     "tcp, 3 streams": replace(BASE, shared_memory=False, streams=3),
+    "tcp, two hosts": replace(BASE, shared_memory=False),  # to 127.0.0.2 from 127.0.0.1: chunks have checksums
     "shm": BASE,
 }
 
@@ -34,7 +35,7 @@ KINDS = {
 class End:
     """One member of a ring of two."""
 
-    def __init__(self, replica: int, settings: LinkSettings) -> None:
+    def __init__(self, replica: int, settings: LinkSettings, host: str = "127.0.0.1") -> None:
         self.me = Identity(
             job="j", token=b"t", replica_id=ReplicaId(replica), incarnation=Incarnation(f"life-{replica}"), rank=Rank(0),
             layout_digest="same",
@@ -42,9 +43,9 @@ class End:
         self.settings = settings
         self.connecting: queue.Queue[Connecting] = queue.Queue()
         self.listener = Listener(
-            self.me, "127.0.0.1", settings, lambda hello: "", lambda a: self.connecting.get().offer(a), SHAPE
+            self.me, host, settings, lambda hello: "", lambda a: self.connecting.get().offer(a), SHAPE
         )
-        endpoint = Endpoint(host="127.0.0.1", ftar_port=self.listener.port, state_port=1)
+        endpoint = Endpoint(host=host, ftar_port=self.listener.port, state_port=1)
         self.peer = Peer(replica_id=self.me.replica_id, incarnation=self.me.incarnation, endpoint=endpoint)
 
     def connect(self, other: Peer, quorum: int, kept: Kept) -> tuple[SendLink, ReceiveLink]:
@@ -101,7 +102,8 @@ def take(link: ReceiveLink, number: int, length: int, seq: int = 1) -> bytes:
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     settings = KINDS[request.param]
     before = set(os.listdir("/proc/self/fd"))
-    a, b = End(0, settings), End(1, settings)
+    host = "127.0.0.2" if "two hosts" in request.param else "127.0.0.1"
+    a, b = End(0, settings, host), End(1, settings, host)
     with ThreadPoolExecutor(2) as pool:
         ours = pool.submit(a.connect, b.peer, 1, Kept())
         theirs = pool.submit(b.connect, a.peer, 1, Kept())
@@ -273,14 +275,20 @@ def test_if_one_end_did_not_keep_it_a_new_link_is_made(pair: Pair) -> None:
     assert pair.pass_on(b"x", 0) == b"x"
 
 
+@pytest.mark.parametrize("pair", ["tcp", "tcp, 3 streams", "tcp, two hosts"], indirect=True)
 def test_a_damaged_chunk_is_noticed(pair: Pair) -> None:
-    if pair.send.kind == "shm":
-        pytest.skip("chunks in shared memory have no checksum: they never leave this host's memory")
     pair.receive.grant(1, "all-gather")
     header = HEADER.pack(1, 1, 0, 0, 4, 12345)
     pair.send.socks[0].sendall(header + b"abcd")
     with pytest.raises(LinkError, match="checksum"):
         take(pair.receive, 0, 4)
+
+
+@pytest.mark.parametrize(("pair", "has"), [("tcp", False), ("shm", False), ("tcp, two hosts", True)], indirect=["pair"])
+def test_chunks_that_leave_the_host_have_a_checksum(pair: Pair, has: bool) -> None:
+    pair.grant(1)
+    pair.send.send(1, 0, 0, memoryview(b"abcd"), "all-gather")
+    assert (pair.receive.header(1, 0, 0, 4, "all-gather") != 0) is has
 
 
 PEER = """

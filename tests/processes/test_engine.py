@@ -26,6 +26,7 @@ KINDS = {
     "shm": SETTINGS,
     "tcp": replace(SETTINGS, link=replace(LINK, shared_memory=False)),
     "tcp, 3 streams": replace(SETTINGS, link=replace(LINK, shared_memory=False, streams=3)),
+    "tcp, two hosts": replace(SETTINGS, link=replace(LINK, shared_memory=False)),  # to 127.0.0.2: with checksums
     "mixed": SETTINGS,  # the first member shares no memory
 }
 
@@ -51,6 +52,9 @@ class Buffer:
     def final(self, lo: int, hi: int) -> None:
         pass
 
+    def done(self) -> None:
+        pass
+
     def copy_through(self, lo: int, hi: int) -> None:
         self.target[:] = self.source
 
@@ -58,18 +62,21 @@ class Buffer:
 class Member:
     """An engine and what it says."""
 
-    def __init__(self, replica: int, settings: EngineSettings = SETTINGS, **identity: str) -> None:
+    def __init__(
+        self, replica: int, settings: EngineSettings = SETTINGS, host: str = "127.0.0.1", **identity: str
+    ) -> None:
         me = Identity(
             job="j", token=b"t", replica_id=ReplicaId(replica), incarnation=Incarnation(f"life-{replica}"), rank=Rank(0),
             layout_digest="same",
         )  # fmt: skip
         self.identity = replace(me, **identity)
         self.events: queue.Queue[EngineEvent] = queue.Queue()
-        self.engine = Engine(self.identity, host="127.0.0.1", settings=settings, on_event=self.events.put)
+        self.engine = Engine(self.identity, host=host, settings=settings, on_event=self.events.put)
+        self.host = host
 
     @property
     def peer(self) -> Peer:
-        endpoint = Endpoint(host="127.0.0.1", ftar_port=self.engine.port, state_port=1)
+        endpoint = Endpoint(host=self.host, ftar_port=self.engine.port, state_port=1)
         return Peer(replica_id=self.identity.replica_id, incarnation=self.identity.incarnation, endpoint=endpoint)
 
     def next(self, kind: type[EngineEvent]) -> EngineEvent:
@@ -92,7 +99,8 @@ def four(request: pytest.FixtureRequest) -> Iterator[list[Member]]:
 def some(count: int, kind: str) -> Iterator[list[Member]]:
     """Engines; once they are closed, nothing of them may be left."""
     threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
-    made = [Member(r, KINDS["tcp" if kind == "mixed" and r == 0 else kind]) for r in range(count)]
+    host = "127.0.0.2" if "two hosts" in kind else "127.0.0.1"
+    made = [Member(r, KINDS["tcp" if kind == "mixed" and r == 0 else kind], host) for r in range(count)]
     yield made
     for member in made:
         member.engine.close()
@@ -206,7 +214,7 @@ def test_a_refused_connection_names_the_suspect(members: list[Member]) -> None:
     ],
 )
 def test_whoever_does_not_fit_is_refused(members: list[Member], field: str, value: str, fatal: bool) -> None:
-    odd = Member(1, **{field: value})
+    odd = Member(1, host=members[0].host, **{field: value})
     try:
         expected = replace(odd.peer, incarnation=Incarnation("life-1"))
         members[0].engine.configure(QuorumId(1), [members[0].peer, expected], 0)
@@ -220,7 +228,7 @@ def test_whoever_does_not_fit_is_refused(members: list[Member], field: str, valu
 
 def impostor(member: Member, as_member: Member, quorum: int) -> socket.socket:
     """Connects to `member` as `as_member` would."""
-    sock = socket.create_connection(("127.0.0.1", member.engine.port))
+    sock = socket.create_connection((member.host, member.engine.port))
     greet(
         sock,
         connect_hello(as_member.identity, QuorumId(quorum), member.identity.replica_id, member.identity.incarnation),
@@ -265,7 +273,7 @@ def test_a_frozen_peer_is_noticed_by_its_silence(members: list[Member]) -> None:
 
 def test_garbage_on_the_port_hurts_nobody(members: list[Member]) -> None:
     for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000, b"\x04\x00\x00\x00abcd"):
-        with socket.create_connection(("127.0.0.1", members[0].engine.port)) as sock:
+        with socket.create_connection((members[0].host, members[0].engine.port)) as sock:
             sock.sendall(garbage)
     configure(members[:2], 1)
     arrays = numbers(2)
