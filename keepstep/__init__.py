@@ -16,9 +16,10 @@ from keepstep.version import __version__
 
 if TYPE_CHECKING:
     from keepstep.training.join import Job, join
+    from keepstep.training.process_group import FTARProcessGroup
     from keepstep.training.training import Step, Training
 
-__all__ = ["ConfigError", "Job", "KeepstepError", "Step", "Training", "__version__", "join"]
+__all__ = ["ConfigError", "FTARProcessGroup", "Job", "KeepstepError", "Step", "Training", "__version__", "join"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +27,8 @@ def __getattr__(name: str) -> Any:
         from keepstep.training import join as module
     elif name in ("Step", "Training"):
         from keepstep.training import training as module  # type: ignore[no-redef]
+    elif name == "FTARProcessGroup":
+        from keepstep.training import process_group as module  # type: ignore[no-redef]
     else:
         raise AttributeError(f"module 'keepstep' has no attribute {name!r}")
     return getattr(module, name)
