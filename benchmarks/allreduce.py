@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 import allreduce_faults as faults
+import allreduce_figure as figure
 import allreduce_gil as gil
 import allreduce_limited as lines
 import allreduce_table as table
@@ -107,10 +108,11 @@ def run_limited(args: argparse.Namespace, namespace: Namespace | None, report: J
     congestions = list(dict.fromkeys([LinkSettings().congestion, default_congestion()]))
     impls = [f"{name}@{congestion}" for congestion in congestions for name in ("gloo", "keepstep-tcp")]
     report["limited"] = []
-    for line, mb, sums in ((lines.SHORT, 64, 2), (lines.LONG, 64, 4)):
-        lines.print_line(line)
-        rounds = args.repetitions or (7 if line is lines.SHORT else 3)
-        report["limited"] += lines.limited(line, impls, rounds, mb * MB, sums, lines.print_limited)
+    for line, sums in ((lines.SHORT, 2), (lines.LONG, 4)):
+        if line.name in args.lines:
+            lines.print_line(line)
+            rounds = args.repetitions or (7 if line is lines.SHORT else 3)
+            report["limited"] += lines.limited(line, impls, rounds, 64 * MB, sums, lines.print_limited)
 
 
 PARTS = {
@@ -132,14 +134,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mb", nargs="*", type=float, default=None, help="sizes in MB (0.25 4 64 256 512)")
     parser.add_argument("--impls", nargs="*", choices=table.PEERS, help="these implementations")
     parser.add_argument("--congestion", nargs="*", default=None, help="algorithms; also `default` and `best`")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
         "--budget-s", type=float, default=60.0, help="fewer rounds (not under 3) for sizes that take longer"
     )
+    parser.add_argument("--lines", nargs="*", choices=["short", "long"], default=["short", "long"], help="of `limited`")
     parser.add_argument(
-        "--repetitions", type=int, default=0, help="of `reconfigure` (100), `kill` (7), `freeze` (4), `gil` (3)"
+        "--repetitions",
+        type=int,
+        default=0,
+        help="of `reconfigure` (100), `kill` (7), `freeze` (4), `gil` (3), `limited` (7 and 3)",
     )
     parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--figure", type=Path, help="draw the table there")
+    parser.add_argument("--draw", type=Path, metavar="JSON", help="only draw --figure, from earlier results")
     args = parser.parse_args()
     args.n = args.n or ([2, 4] if args.quick else [2, 4, 8])
     args.mb = args.mb or ([4, 64, 256] if args.quick else list(SIZES))
@@ -154,6 +162,9 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     args = arguments()
+    if args.draw:
+        figure.draw(json.loads(args.draw.read_text()), args.figure)
+        return
     signal.signal(signal.SIGTERM, stop)
     without = why_not()
     namespace = None if without else Namespace()
@@ -161,7 +172,7 @@ def main() -> None:
     try:
         for part in args.only:
             if without and part in NEEDS_ROOT:
-                say(f"\nThe part `{part}` is left out: it {without}.")
+                say(f"\nThe part `{part}` is left out: {without}.")
                 continue
             say(f"\n--- {part}")
             PARTS[part](args, namespace, report)
@@ -172,6 +183,8 @@ def main() -> None:
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.figure and "rows" in report:
+        figure.draw(report, args.figure)
     say("")
 
 

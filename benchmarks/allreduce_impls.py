@@ -74,6 +74,7 @@ class Impl:
         self.open()
 
     in_place = False
+    moves_whole_buffers = False  # a sum moves 2(N-1)/N of them
 
     def open(self) -> None: ...
 
@@ -88,6 +89,10 @@ class Impl:
     def exchange(self, buffers: Buffers) -> None:
         """Returns when the sum is in `buffers.target`."""
         raise NotImplementedError
+
+    def result(self, members: list[int]) -> list[int]:
+        """Whose inputs are in the target then."""
+        return members
 
 
 class Store(Impl):
@@ -236,7 +241,54 @@ class Pccl(Impl):
         self.group.all_reduce(buffers.source, buffers.target, op=pccl.ReduceOp.SUM)
 
 
+class Bound(Impl):
+    """No sum: each rank sends its input to the next one through a plain socket. What bounds a sum over TCP."""
+
+    moves_whole_buffers = True
+
+    def open(self) -> None:
+        self.server = socket.socket()
+        self._tune(self.server)
+        self.server.bind((self.host, 0))
+        self.server.listen()
+        self.jobs: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self.sent: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def port(self) -> int:
+        return int(self.server.getsockname()[1])
+
+    def configure(self, members: list[Member], position: int, generation: int) -> None:
+        to = members[(position + 1) % len(members)]
+        self.to_next = socket.socket()
+        self._tune(self.to_next)
+        self.to_next.connect((to["host"], to["port"]))
+        self.from_previous = self.server.accept()[0]
+        self.previous: int = members[position - 1]["rank"]
+        threading.Thread(target=self._send, daemon=True).start()
+
+    @staticmethod
+    def _tune(sock: socket.socket) -> None:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, 512 << 10)
+
+    def _send(self) -> None:
+        while True:
+            self.to_next.sendall(self.jobs.get())
+            self.sent.put(None)
+
+    def exchange(self, buffers: Buffers) -> None:
+        self.jobs.put(buffers.flat.input(0, buffers.flat.nbytes))
+        at, target = 0, buffers.flat.output(0, buffers.flat.nbytes)
+        while at < len(target):
+            at += self.from_previous.recv_into(target[at : at + (1 << 20)], 0, socket.MSG_WAITALL)
+        self.sent.get()
+
+    def result(self, members: list[int]) -> list[int]:
+        return [self.previous]
+
+
 IMPLS: dict[str, type[Impl]] = {
+    "bound": Bound,
     "gloo": Gloo,
     "torchft": Torchft,
     "keepstep-tcp": Keepstep,

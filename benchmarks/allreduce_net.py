@@ -30,7 +30,7 @@ def _checked(result: int, what: str) -> None:
 def why_not() -> str:
     """Why this process cannot make namespaces; empty if it can."""
     if os.geteuid() != 0:
-        return "needs root (network namespaces)"
+        return "network namespaces need root"
     try:
         Namespace().close()
     except OSError as error:
@@ -51,8 +51,8 @@ class Namespace:
 
     def __init__(self) -> None:
         back = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        _checked(_libc.unshare(CLONE_NEWNET), "unshare")
         try:
-            _checked(_libc.unshare(CLONE_NEWNET), "unshare")
             self.fd = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
             _up("lo")
         finally:

@@ -85,7 +85,7 @@ class Rank:
         self.impls[impl].exchange(self.buffers)
         seconds, extra = time.monotonic() - start, memory_mb("VmHWM") - before + self.held_mb[impl]
         self.held_mb[impl] += memory_mb("VmRSS") - before
-        return {"seconds": seconds, "extra_mb": extra, "right": self.buffers.is_sum_of(check)}
+        return {"seconds": seconds, "extra_mb": extra, "right": self.buffers.is_sum_of(self.impls[impl].result(check))}
 
     def do_refill(self) -> None:
         self.buffers.refill()

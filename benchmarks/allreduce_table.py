@@ -3,6 +3,9 @@
 All implementations live in the same rank processes, one active at a time, and take turns: each once a round, in rotating order.
 Each congestion control is a set of connections of its own beside the others, so those take turns too. A round is a few sums of a
 small buffer, or one of a large one; its time is that of its slowest rank.
+
+`bound` is no sum: each rank sends its buffer to the next one through a plain socket; time and CPU are multiplied by 2(N-1)/N, the
+bytes that a sum must move. It is what an addition for free would leave.
 """
 
 import statistics
@@ -12,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allreduce_impls import why_not
+from allreduce_impls import IMPLS, why_not
 from allreduce_net import Namespace, available_congestion, default_congestion
 from allreduce_world import World, soon
 
 Row = dict[str, Any]
-PEERS = ("gloo", "torchft", "keepstep-tcp", "keepstep-shm", "pypccl")
+PEERS = ("bound", "gloo", "torchft", "keepstep-tcp", "keepstep-shm", "pypccl")
 REPEATS = {256 << 10: 16, 4 << 20: 4}  # sums in one round of small buffers
 SPARE_BYTES = 400 << 20  # of each rank, beside its buffers
 
@@ -91,7 +94,8 @@ def measure_size(case: Case, world: World, size: int) -> list[Row]:
     rows = []
     for impl in case.impls:
         name, _, congestion = impl.partition("@")
-        median = statistics.median(seconds[impl])
+        factor = 2 * (case.n - 1) / case.n if IMPLS[name].moves_whole_buffers else 1.0
+        median = statistics.median(seconds[impl]) * factor
         rows.append(
             {
                 "impl": name,
@@ -99,10 +103,10 @@ def measure_size(case: Case, world: World, size: int) -> list[Row]:
                 "n": case.n,
                 "bytes": size,
                 "median_s": median,
-                "best_s": min(seconds[impl]),
-                "worst_s": max(seconds[impl]),
+                "best_s": min(seconds[impl]) * factor,
+                "worst_s": max(seconds[impl]) * factor,
                 "algbw_gb_s": size / median / 1e9,
-                "cpu_s_per_gb": statistics.median(cpu[impl]) / size * 1e9,
+                "cpu_s_per_gb": statistics.median(cpu[impl]) * factor / size * 1e9,
                 "peak_extra_mb": max(r["extra_mb"] for r in warm[impl]),
                 "rounds": len(seconds[impl]),
                 "sums_per_round": repeats,
