@@ -11,7 +11,7 @@ Importing this package is cheap: torch is imported when `join` or `Training` is 
 
 from typing import TYPE_CHECKING, Any
 
-from keepstep.protocol.errors import ConfigError, KeepstepError
+from keepstep.protocol.errors import ConfigError, ExchangeError, KeepstepError
 from keepstep.version import __version__
 
 if TYPE_CHECKING:
@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from keepstep.training.process_group import FTARProcessGroup
     from keepstep.training.training import Step, Training
 
-__all__ = ["ConfigError", "FTARProcessGroup", "Job", "KeepstepError", "Step", "Training", "__version__", "join"]
+__all__ = [
+    "ConfigError",
+    "ExchangeError",
+    "FTARProcessGroup",
+    "Job",
+    "KeepstepError",
+    "Step",
+    "Training",
+    "__version__",
+    "join",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,6 +37,7 @@ CREDIT, REACHED, ENDED = b"c", b"r", b"a"
 _REACHED, _ENDED = struct.Struct("<cQ"), struct.Struct("<cQq")
 NOBODY = -1
 NO_CHECKSUM = 0
+LOOKS = 4  # in a silence: a timeout that finds some bytes only says that there is life, so several short ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,11 +317,9 @@ class ReceiveLink(_Link):
         """How long the sender may be silent in an exchange."""
         if seconds != self._silent_s:
             self._silent_s = seconds
-            whole = int(seconds)
+            micros = max(1, int(seconds / LOOKS * 1e6))
             for sock in self.socks:
-                sock.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6))
-                )
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(micros, 1_000_000)))
 
     def adopt(self, quorum_id: int) -> None:
         """Puts the link under a new ring; it may be used once `adopted` (see `look_for_mark`)."""
@@ -329,7 +328,7 @@ class ReceiveLink(_Link):
     def look_for_mark(self) -> None:
         """Throws away what the sender has sent before its mark. Waits for the rest of a chunk only."""
         for stream, sock in enumerate(self.socks):
-            while self._marked[stream] < self.quorum_id:
+            while self._marked[stream] != self.quorum_id:
                 if not self._begins(stream, "connect"):
                     return
                 ring, _, who, number, length, _ = self._read_header(sock, "connect")
@@ -339,8 +338,6 @@ class ReceiveLink(_Link):
                     raise self._ended(who - 1, "connect")
                 elif number < ABORT:
                     self._discard(sock, length)
-        if max(self._marked) > self.quorum_id:
-            raise self._ended(NOBODY, "connect")  # the sender is in a later ring already; so shall we be, soon
         self._answer(_REACHED.pack(REACHED, self.quorum_id), "connect")
         self.adopted = True
 
@@ -419,7 +416,7 @@ class ReceiveLink(_Link):
         header = self._read_header(sock, phase, at)
         if header[3] == ABORT and header[0] == self.quorum_id:
             raise self._ended(header[2] - 1, phase)
-        if header[3] == RING and header[0] > self.quorum_id:
+        if header[3] == RING:  # the sender is in a later ring; so shall we be, soon
             self._marked[stream] = header[0]
             raise self._ended(NOBODY, phase)
         return header
@@ -447,14 +444,17 @@ class ReceiveLink(_Link):
             length -= len(piece)
 
     def _fill(self, sock: socket.socket, target: memoryview, phase: str) -> None:
-        at = 0
+        at = looks = 0
         while at < len(target):
             try:
                 got = sock.recv_into(target[at:], len(target) - at, socket.MSG_WAITALL)
             except BlockingIOError:
+                looks += 1
+                if looks < LOOKS:
+                    continue
                 raise self._error(f"it has been silent for {self._silent_s:.3g} s", phase) from None
             except OSError as error:
                 raise self._error(error, phase) from None
             if not got:
                 raise self._error("it closed the connection", phase)
-            at += got
+            at, looks = at + got, 0

@@ -44,6 +44,7 @@ class EngineSettings:
     window: int = 4
     progress_floor_s: float = 10.0  # alive, but no progress: 10 x the slowest of the recent steps, between these two
     progress_ceiling_s: float = 60.0
+    switch_interval_s: float = 0.0005  # of the interpreter: a busy main thread holds the data plane up for as long
     link: LinkSettings = field(default_factory=LinkSettings)
 
     @property

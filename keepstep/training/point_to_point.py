@@ -20,6 +20,7 @@ from keepstep.runtime.handshake import Identity, connect_hello, greet
 from keepstep.runtime.links import LinkSettings, shut, tune
 from keepstep.runtime.listener import Accepted, Listener
 
+MAX_EARLY = 64  # connections of rings that we have not been told of yet
 _FRAME = struct.Struct("<QQ")  # tag, length
 
 
@@ -30,7 +31,7 @@ class PointToPoint:
         self._me, self._settings = me, settings
         self._changed = threading.Condition()
         self._ring, self._members = QuorumId(0), tuple[Peer, ...]()
-        self._accepted: dict[tuple[QuorumId, ReplicaId], socket.socket] = {}  # of later rings, too
+        self._accepted: dict[tuple[QuorumId, ReplicaId], socket.socket] = {}  # of other rings, too; oldest first
         self._open: dict[tuple[str, int], socket.socket] = {}
         self._workers: dict[tuple[str, int], ThreadPoolExecutor] = {}
         self._listener = Listener(me, host, settings, lambda hello: "", self._on_peer)
@@ -41,7 +42,7 @@ class PointToPoint:
         self.reset()
         with self._changed:
             self._ring, self._members = ring, tuple(members)
-            for key in [key for key in self._accepted if key[0] < ring]:
+            for key in [key for key in self._accepted if key[0] != ring][:-MAX_EARLY]:
                 self._accepted.pop(key).close()
             self._changed.notify_all()
 

@@ -28,6 +28,16 @@ def test_an_example(tmp_path: Path, name: str, ranks: int) -> None:
         assert result.output.count(f"step {step:4d}   loss ") == 1, result.output
 
 
+def test_ddp_on_our_process_group_outlives_a_member() -> None:
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    command = [sys.executable, str(EXAMPLES / "ddp_process_group.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("rank 2 (member-2)") == 2, done.stdout
+    members = [line.split()[3] for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert members == ["3"] * 8 + ["2"] * 12
+
+
 @pytest.mark.timeout(400)  # the model is the example's, and two of its replicas come back from the dead
 def test_the_demo(tmp_path: Path) -> None:
     run_dir = tmp_path / "demo"
