@@ -15,6 +15,10 @@ import keepstep
 
 Task = Callable[..., Any]
 
+# Forked from a process that has imported torch and started no threads: this one has some.
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "keepstep.training.process_group"])
+
 
 class Failure(Exception):
     """What a member's task raised."""
@@ -26,9 +30,7 @@ class Member:
     def __init__(self, number: int, address: str, options: dict[str, Any]) -> None:
         self.number = number
         self._connection, theirs = mp.Pipe()
-        self.process = mp.get_context("fork").Process(
-            target=_serve, args=(theirs, number, address, options), daemon=True
-        )
+        self.process = CONTEXT.Process(target=_serve, args=(theirs, number, address, options), daemon=True)
         self.process.start()
         theirs.close()
 
