@@ -2,9 +2,9 @@
 
     python examples/ddp_process_group.py
 
-Three processes train; one of them leaves in the middle, as if it had died. The others get an error, form the group anew and repeat
-the step: no restart, no checkpoint. Who takes part is for you to decide here (`keepstep run` decides it for you, restarts what
-died and lets it catch up).
+Three processes train; one of them leaves in the middle, as if it had died. The others get an error, form the group anew and
+repeat the step: no restart, no checkpoint. Who takes part is for you to decide here (`keepstep run` decides it for you,
+restarts what died and lets it catch up).
 """
 
 import multiprocessing

@@ -20,6 +20,7 @@ The finished segment then travels on unchanged: all members end with the same bi
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,10 @@ def chunks(lo: int, hi: int, itemsize: int, shape: Shape) -> Iterator[tuple[int,
         yield at, min(at + most, hi)
 
 
-def schedule(nbytes: int, itemsize: int, size: int, position: int, shape: Shape) -> tuple[list[Send], list[Receive]]:
+@lru_cache(maxsize=256)  # a job exchanges the same few sizes in every step
+def schedule(
+    nbytes: int, itemsize: int, size: int, position: int, shape: Shape
+) -> tuple[tuple[Send, ...], tuple[Receive, ...]]:
     """Everything that member `position` sends and receives for one buffer, each in the order of the wire."""
     sends: list[Send] = []
     receives: list[Receive] = []
@@ -90,7 +94,7 @@ def schedule(nbytes: int, itemsize: int, size: int, position: int, shape: Shape)
             for a, b in chunks(*segment(lo, hi, itemsize, size, position - hop - 1), itemsize, shape):
                 ready.append(len(receives))
                 receives.append(Receive(a, b, reduce=hop < size - 1, final=hop >= size - 2))
-    return sends, receives
+    return tuple(sends), tuple(receives)
 
 
 def reduction_order(size: int, index: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ why), a KeepstepError from the handshake, or `Stopped`.
 """
 
 import contextlib
+import logging
 import select
 import socket
 import threading
@@ -24,6 +25,8 @@ from keepstep.runtime.handshake import Identity, connect_hello, greet
 from keepstep.runtime.links import LinkError, LinkSettings, ReceiveLink, RingEnded, SendLink, Wake, tune
 from keepstep.runtime.listener import Accepted
 from keepstep.runtime.shared_memory import SharedReceiveLink, SharedSendLink
+
+log = logging.getLogger("keepstep")
 
 
 class Stopped(Exception):
@@ -167,9 +170,13 @@ class Connecting:
             tune(sock, self.settings)
             self._connect(sock, shared_memory.address(host, port), 0)
             segment = shared_memory.offer(sock, self.shape)
-        except (OSError, KeepstepError):  # whatever it is, TCP will tell it in words
+        except ConnectionRefusedError:  # it is elsewhere
+            sock.close()
+            return None
+        except (OSError, KeepstepError) as error:
             sock.close()
             self._check()
+            log.warning("no shared memory with replica %d, but TCP: %s", self.next.replica_id, error)
             return None
         return SharedSendLink(self.next, [sock], self.quorum_id, self.settings, segment)
 

@@ -45,7 +45,7 @@ class Engine:
         sys.setswitchinterval(min(settings.switch_interval_s, sys.getswitchinterval()))
         deadline = Deadline(floor=settings.progress_floor_s, ceiling=settings.progress_ceiling_s)
         link = settings.link
-        silence = Deadline(floor=min(link.silent_floor_s, link.silent_s), ceiling=link.silent_s, multiple=5.0)
+        silence = Deadline(floor=min(link.silent_floor_s, link.silent_s), ceiling=link.silent_s, multiple=4.0)
         self._owner = Owner(
             identity=identity, settings=settings, deadline=deadline, silence=silence, tell=self._tell, fault=fault
         )
@@ -66,12 +66,18 @@ class Engine:
         ring = Ring(self._owner, quorum_id, peers, position)
         with self._lock:
             old, self._ring = self._ring, ring
-            early, self._early = list(self._early), deque()
+            # Whoever comes before us is forming this ring too: what it connected for another one before is over.
+            over = [a for a in self._early if _from(a) == _who(ring.previous) or self._is_over(a.hello)]
+            mine = [a for a in self._early if a.hello.quorum_id == quorum_id]
+            self._early = deque(a for a in self._early if a not in over and a not in mine)
         if old is not None:
             old.retire()
             self._old = [r for r in (*self._old, old) if not r.release()]
         ring.start(old)
-        for accepted in early:
+        for accepted in over:
+            if accepted not in mine:
+                accepted.close()
+        for accepted in mine:
             self._on_peer(accepted)
 
     def begin(self, seq: Seq, quorum_id: QuorumId, exchanges: int) -> None:
@@ -118,25 +124,30 @@ class Engine:
     # --- who may connect (the listener's threads) -------------------------------------------------------------
 
     def _admit(self, hello: RingHello) -> str:
-        ring = self._ring
-        if self._ordered and ring is not None and hello.quorum_id < ring.quorum_id:
-            return f"stale: quorum {hello.quorum_id} is over, this is quorum {ring.quorum_id}"
+        if self._is_over(hello) and self._ring is not None:
+            return f"stale: quorum {hello.quorum_id} is over, this is quorum {self._ring.quorum_id}"
         return ""
 
+    def _is_over(self, hello: RingHello) -> bool:
+        ring = self._ring
+        return self._ordered and ring is not None and hello.quorum_id < ring.quorum_id
+
     def _on_peer(self, accepted: Accepted) -> None:
-        hello = accepted.hello
         with self._lock:
-            ring = self._ring
-            if not self._closed and (ring is None or hello.quorum_id != ring.quorum_id):
+            ring, welcome = self._ring, not self._closed and not self._is_over(accepted.hello)
+            if welcome and (ring is None or accepted.hello.quorum_id != ring.quorum_id):
                 if len(self._early) == MAX_EARLY:
                     self._early.popleft().close()
                 self._early.append(accepted)
                 return
-        who: tuple[ReplicaId, Incarnation] = (hello.replica_id, hello.incarnation)
-        if ring is not None and hello.quorum_id == ring.quorum_id and who == _who(ring.previous) and not self._closed:
+        if welcome and ring is not None and _from(accepted) == _who(ring.previous):
             ring.offer(accepted)
         else:
             accepted.close()
+
+
+def _from(accepted: Accepted) -> tuple[ReplicaId, Incarnation]:
+    return accepted.hello.replica_id, accepted.hello.incarnation
 
 
 def _who(peer: Peer) -> tuple[ReplicaId, Incarnation]:

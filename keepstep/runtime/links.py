@@ -49,7 +49,7 @@ class LinkSettings:
     checksum: bool = True  # of chunks that leave the host
     streams: int = 1  # TCP connections a link; more of them help where one is slow to use a long-distance link
     shared_memory: bool = True  # between members on one host
-    silent_floor_s: float = 1.5  # no byte, not even a heartbeat, for 5 x the recent steps, between these two: frozen
+    silent_floor_s: float = 1.5  # no byte, not even a heartbeat, for 4 x the recent steps, between these two: frozen
     silent_s: float = 5.0
     connect_s: float = 5.0
     user_timeout_s: float = 10.0  # unacknowledged data for so long: the path is cut
@@ -292,6 +292,8 @@ class SendLink(_Link):
 
 class ReceiveLink(_Link):
     """Our end of the link from the previous member."""
+
+    window = 1 << 30  # chunks that may be on their way, if the settings allow as many
 
     def __init__(
         self, peer: Peer, socks: Sequence[socket.socket], quorum_id: int, settings: LinkSettings, chunk_bytes: int

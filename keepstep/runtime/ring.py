@@ -40,7 +40,7 @@ ENDLESS = 1 << 62  # exchanges, for a step that is never done: each buffer is to
 class EngineSettings:
     """What may be tuned. All members of a job must agree on `digest`. Times in seconds."""
 
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int = 2 << 20
     window: int = 4
     progress_floor_s: float = 10.0  # alive, but no progress: 10 x the slowest of the recent steps, between these two
     progress_ceiling_s: float = 60.0
@@ -428,6 +428,7 @@ class Ring:
         """Every chunk of the exchange; False: the ring was broken meanwhile."""
         progress, since = running.progress, time.monotonic()
         link.expect_life_within(self.owner.silence.seconds)
+        progress.window = min(progress.window, link.window)
         while not progress.received_all and self.broken is None:
             expected = progress.next_receive()
             phase = "reduce-scatter" if expected.reduce else "all-gather"

@@ -1,7 +1,7 @@
 """Links between members on one host: chunks lie in shared memory, everything else goes over a Unix socket.
 
-The sender makes a segment of `window` slots and passes it over the socket, so it has no name: nothing can be left behind, and
-nobody else can open it. Chunk number n of a link lies in slot n modulo window. Its header is sent after it was written, and its
+The sender makes a segment of two slots and passes it over the socket, so it has no name: nothing can be left behind, and
+nobody else can open it. Chunk number n of a link lies in slot n modulo 2. Its header is sent after it was written, and its
 slot is free again once the receiver has granted another credit, so a chunk is never torn, whoever dies when: the socket says so
 at once. The receiver adds straight from the slot, and a partial sum goes straight into the slot of the next link.
 
@@ -24,6 +24,7 @@ from keepstep.protocol.messages import Peer
 from keepstep.protocol.ring import Shape
 from keepstep.runtime.links import HEADER, LinkSettings, ReceiveLink, SendLink
 
+SLOTS = 2  # one is written while the other is read; with more, they fall out of the cache
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -37,15 +38,15 @@ class Segment:
 
     def __init__(self, fd: int, shape: Shape) -> None:
         """Takes the descriptor over."""
-        self._size, self._window = shape.chunk_bytes, shape.window
+        self._size = shape.chunk_bytes
         try:
-            wanted = self._size * self._window
+            wanted = self._size * SLOTS
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise RemoteProtocolError("the shared memory offered could be cut off under us")
             if os.fstat(fd).st_size != wanted:
                 raise RemoteProtocolError(
-                    f"the shared memory offered has {os.fstat(fd).st_size} bytes instead of {wanted}: chunk_bytes and window "
-                    "must be the same everywhere"
+                    f"the shared memory offered has {os.fstat(fd).st_size} bytes instead of {wanted}: chunk_bytes must be the "
+                    "same everywhere"
                 )
             pages = mmap.mmap(fd, wanted)
         finally:
@@ -54,7 +55,7 @@ class Segment:
 
     def slot(self, chunk: int, length: int) -> memoryview:
         """Where chunk number `chunk` of the link lies."""
-        at = chunk % self._window * self._size
+        at = chunk % SLOTS * self._size
         return self._view[at : at + length]
 
 
@@ -62,9 +63,7 @@ def offer(sock: socket.socket, shape: Shape) -> Segment:
     """The sender's side: makes a segment and passes it on."""
     fd = os.memfd_create("keepstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(
-            fd, 0, shape.chunk_bytes * shape.window
-        )  # no memory left is an error here, not a signal later
+        os.posix_fallocate(fd, 0, shape.chunk_bytes * SLOTS)  # no memory left is an error here, not a signal later
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         socket.send_fds(sock, [b"m"], [fd])
     except BaseException:
@@ -123,6 +122,8 @@ class SharedSendLink(SendLink):
 
 class SharedReceiveLink(ReceiveLink):
     """Our end of the link from a previous member on this host."""
+
+    window = SLOTS
 
     def __init__(
         self, peer: Peer, socks: Sequence[socket.socket], quorum_id: int, settings: LinkSettings, segment: Segment

@@ -1,5 +1,6 @@
 """The FTAR engine on real sockets: sums, overlap, changing members, dead, frozen and wrong peers."""
 
+import gc
 import logging
 import os
 import queue
@@ -80,10 +81,15 @@ class Member:
         return Peer(replica_id=self.identity.replica_id, incarnation=self.identity.incarnation, endpoint=endpoint)
 
     def next(self, kind: type[EngineEvent]) -> EngineEvent:
+        skipped: list[EngineEvent] = []
         while True:
-            event = self.events.get(timeout=20)
+            try:
+                event = self.events.get(timeout=20)
+            except queue.Empty:
+                raise AssertionError(f"no {kind.__name__} came, but {skipped}") from None
             if isinstance(event, kind):
                 return event
+            skipped.append(event)
 
 
 @pytest.fixture(params=KINDS)
@@ -107,6 +113,7 @@ def some(count: int, kind: str) -> Iterator[list[Member]]:
     for thread in set(threading.enumerate()) - threads:
         thread.join(10)
         assert not thread.is_alive(), f"{thread.name} was left running"
+    gc.collect()  # a segment is unmapped once the last view of it is gone
     assert set(os.listdir("/proc/self/fd")) <= descriptors, "descriptors were left open"
 
 
