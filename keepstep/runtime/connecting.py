@@ -157,7 +157,7 @@ class Connecting:
                 socks.append(sock)
                 tune(sock, settings)
                 self._connect(sock, (host, port), stream)
-        except (OSError, KeepstepError):
+        except BaseException:  # Stopped, too
             for sock in socks:
                 sock.close()
             raise
@@ -182,7 +182,9 @@ class Connecting:
 
     def _connect(self, sock: socket.socket, to: tuple[str, int] | str, stream: int) -> None:
         with self._lock:
-            self._check()
+            if self._over:
+                sock.close()
+                raise Stopped
             self._dialling.append(sock)
         try:
             sock.settimeout(self.settings.connect_s)

@@ -148,6 +148,7 @@ class Ring:
         self._turn = threading.Lock()  # who holds it may send
         self._sender_waits = False
         self._hungry = False  # a chunk could be sent if there was a credit
+        self._awaits_credits = False  # and the sender waits for it
         self._wakes = [self._connecting.wake, Wake()]  # of the sender, of the receiver
         self._to_send: deque[_Running] = deque()
         self._to_receive: deque[_Running] = deque()
@@ -360,8 +361,9 @@ class Ring:
                 self._sender_waits = True
                 phase = self._send_ready(link)  # what came up before the receiver knew that we wait
                 if self.broken is None:
+                    self._awaits_credits = self._hungry
                     link.wait(phase, self._hungry)
-                self._sender_waits = False
+                self._sender_waits = self._awaits_credits = False
         except LinkError as error:
             self._blame(error)
         with self._turn:
@@ -459,8 +461,8 @@ class Ring:
         if out.inline and self._turn.acquire(blocking=False):
             try:
                 self._send_all(out)
-                if self._hungry:
-                    self._wakes[0].set()  # the sender waits for credits, we for chunks
+                if self._hungry and not self._awaits_credits:
+                    self._wakes[0].set()  # the sender shall wait for credits, we wait for chunks
             finally:
                 self._turn.release()
         elif out.inline or self._sender_waits:

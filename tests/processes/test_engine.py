@@ -114,7 +114,14 @@ def some(count: int, kind: str) -> Iterator[list[Member]]:
         thread.join(10)
         assert not thread.is_alive(), f"{thread.name} was left running"
     gc.collect()  # a segment is unmapped once the last view of it is gone
-    assert set(os.listdir("/proc/self/fd")) <= descriptors, "descriptors were left open"
+    left = {
+        fd: os.readlink(f"/proc/self/fd/{fd}") for fd in set(os.listdir("/proc/self/fd")) - descriptors if is_open(fd)
+    }
+    assert not left, f"descriptors were left open: {left}"
+
+
+def is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
 
 
 def configure(members: list[Member], quorum: int) -> None:
