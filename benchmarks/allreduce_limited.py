@@ -26,9 +26,11 @@ from allreduce_relay import open_tun
 from allreduce_table import join_all
 from allreduce_world import World, soon
 
+from keepstep.runtime.ring import EngineSettings
+
 DEVICE, HOSTS = "bench0", ("10.9.0.1", "10.9.0.2")
 PAYLOAD, FRAME = 1448, 1514
-CHUNK = 1 << 20  # keepstep's, which the window is counted in
+CHUNK = EngineSettings().chunk_bytes  # which the window is counted in
 BUFFER_MAX = 4 << 20
 Json = dict[str, Any]
 
