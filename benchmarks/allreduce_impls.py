@@ -21,9 +21,9 @@ import torch.distributed as dist
 from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq
 from keepstep.protocol.messages import Endpoint, Peer
 from keepstep.runtime.engine import Engine
+from keepstep.runtime.engine_events import EngineEvent, EngineSettings, RingReady, StepDone, StepFailed
 from keepstep.runtime.handshake import Identity
 from keepstep.runtime.links import LinkSettings
-from keepstep.runtime.ring import EngineEvent, EngineSettings, RingReady, StepDone, StepFailed
 from keepstep.training.buckets import FlatBuffer
 
 TIMEOUT = timedelta(seconds=60)

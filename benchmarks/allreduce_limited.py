@@ -26,7 +26,7 @@ from allreduce_relay import open_tun
 from allreduce_table import join_all
 from allreduce_world import World, soon
 
-from keepstep.runtime.ring import EngineSettings
+from keepstep.runtime.engine_events import EngineSettings
 
 DEVICE, HOSTS = "bench0", ("10.9.0.1", "10.9.0.2")
 PAYLOAD, FRAME = 1448, 1514

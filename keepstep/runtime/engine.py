@@ -20,9 +20,10 @@ from keepstep.protocol.errors import LocalProtocolError
 from keepstep.protocol.exchange import Deadline
 from keepstep.protocol.ids import Incarnation, QuorumId, ReplicaId, Seq
 from keepstep.protocol.messages import Peer
+from keepstep.runtime.engine_events import EngineEvent, EngineSettings
 from keepstep.runtime.handshake import Identity, RingHello
 from keepstep.runtime.listener import Accepted, Listener
-from keepstep.runtime.ring import EngineEvent, EngineSettings, Owner, Ring
+from keepstep.runtime.ring import Owner, Ring
 
 MAX_EARLY = 16  # connections of rings that we have not been told of yet
 

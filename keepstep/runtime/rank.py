@@ -28,12 +28,12 @@ from keepstep.protocol.messages import Endpoint, Hello, LedgerState, Policy, Rea
 from keepstep.protocol.step import StepSettings
 from keepstep.runtime.attempts import Attempts
 from keepstep.runtime.engine import Engine
+from keepstep.runtime.engine_events import EngineSettings, RingBroken, RingReady, StepDone, StepFailed
 from keepstep.runtime.environment import Environment
 from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.faults import Faults, Phase
 from keepstep.runtime.handshake import Identity
 from keepstep.runtime.leader import LeaderShell
-from keepstep.runtime.ring import EngineSettings, RingBroken, RingReady, StepDone, StepFailed
 from keepstep.runtime.state_fetcher import FetchedState, FetchHandle, StateFetcher
 from keepstep.runtime.state_server import StateServer
 from keepstep.runtime.tree import ControlTree

@@ -23,8 +23,8 @@ from keepstep.protocol.errors import ConfigError, ExchangeError
 from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq
 from keepstep.protocol.messages import Endpoint, Peer
 from keepstep.runtime.engine import Engine
+from keepstep.runtime.engine_events import ENDLESS, EngineEvent, EngineSettings, RingBroken, RingReady, StepFailed
 from keepstep.runtime.handshake import Identity
-from keepstep.runtime.ring import ENDLESS, EngineEvent, EngineSettings, RingBroken, RingReady, StepFailed
 from keepstep.training.point_to_point import PointToPoint
 
 SEQ = Seq(1)

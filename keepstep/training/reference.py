@@ -15,7 +15,7 @@ import torch
 from keepstep.protocol.errors import ConfigError
 from keepstep.protocol.learning_rate import factor
 from keepstep.protocol.ring import reduction_order, rounds, segment
-from keepstep.runtime.ring import EngineSettings
+from keepstep.runtime.engine_events import EngineSettings
 from keepstep.training.buckets import plan
 from keepstep.training.data import Units, step_seed
 from keepstep.training.exchange_buffers import wire_dtype_of

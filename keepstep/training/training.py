@@ -34,9 +34,9 @@ from keepstep.protocol.catch_up import Apply, Leave, LoadState, Train
 from keepstep.protocol.errors import ConfigError, InvariantViolation, JobOver
 from keepstep.protocol.learning_rate import factor
 from keepstep.protocol.messages import Decision, LedgerState
+from keepstep.runtime.engine_events import EngineSettings
 from keepstep.runtime.faults import Phase
 from keepstep.runtime.rank import DataPlane, Given
-from keepstep.runtime.ring import EngineSettings
 from keepstep.training.buckets import Buckets
 from keepstep.training.data import MapDataset, Units, step_seed
 from keepstep.training.join import Job

@@ -17,9 +17,9 @@ import pytest
 from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq
 from keepstep.protocol.messages import Endpoint, Peer
 from keepstep.runtime.engine import Engine
+from keepstep.runtime.engine_events import EngineEvent, EngineSettings, RingBroken, RingReady, StepDone, StepFailed
 from keepstep.runtime.handshake import Identity, connect_hello, greet
 from keepstep.runtime.links import HEADER, LinkSettings
-from keepstep.runtime.ring import EngineEvent, EngineSettings, RingBroken, RingReady, StepDone, StepFailed
 
 LINK = LinkSettings(silent_s=1.0, connect_s=2.0)
 SETTINGS = EngineSettings(chunk_bytes=1 << 12, window=2, link=LINK)

@@ -8,7 +8,7 @@ from test_engine import SETTINGS, Member, configure
 
 from keepstep.protocol.errors import ConfigError
 from keepstep.protocol.ids import QuorumId, Seq
-from keepstep.runtime.ring import StepDone
+from keepstep.runtime.engine_events import StepDone
 from keepstep.training.exchange_buffers import exchange_buffer, wire_dtype_of
 from keepstep.training.reference import ring_sum
 

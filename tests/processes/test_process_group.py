@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from keepstep import FTARProcessGroup
 from keepstep.protocol.errors import ConfigError, ExchangeError
-from keepstep.runtime.ring import EngineSettings
+from keepstep.runtime.engine_events import EngineSettings
 
 SIZES = (0, 1, 3, 7, 1000, 300_001)
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

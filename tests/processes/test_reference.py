@@ -10,7 +10,7 @@ import torch
 from jobs import Result, run
 from test_training import check
 
-from keepstep.runtime.ring import EngineSettings
+from keepstep.runtime.engine_events import EngineSettings
 from keepstep.training.data import Units
 from keepstep.training.reference import Reference
 
