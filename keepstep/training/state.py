@@ -274,7 +274,9 @@ class TrainingState:
     def after_write(self, state: StateName | None) -> None:
         """The live tensors now hold `state`."""
         with self._changed:
-            self._live, self._layout = state, None
+            self._live = state
+            # Now, in the main thread, and not when somebody asks: in forward and backward FSDP2 has other parameters registered.
+            self._layout = None if state is None else self.to_layout()
             self._writes += 1
             if (
                 self._writes == 2 and self.copy_bytes_max

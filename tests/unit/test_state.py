@@ -1,5 +1,6 @@
 """The state as bytes that peers read while training goes on."""
 
+import json
 import threading
 
 import pytest
@@ -180,3 +181,20 @@ def test_a_state_that_is_not_json_is_refused_at_the_start() -> None:
     model = torch.nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="neither a tensor nor JSON"):
         TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), extra={"odd": Odd()})
+
+
+def test_a_reader_gets_the_state_even_while_other_parameters_are_registered() -> None:
+    """As FSDP2 does in forward and backward: whole parameters whose memory it frees, in the place of the sharded ones."""
+    source = Replica(0)
+    source.state.after_write(name(3))
+    kept = dict(source.model.named_parameters())
+    for module in source.model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, key, torch.nn.Parameter(torch.zeros_like(parameter)))
+            getattr(module, key).data.untyped_storage().resize_(0)
+    manifest, data = fetch(source.state, name(3))
+    for entry in json.loads(manifest)["tensors"]:
+        path, _, _, lo, hi, _ = entry
+        parameter = kept.get(path.removeprefix("model/"))
+        if parameter is not None:
+            assert bytes(data[lo:hi]) == parameter.detach().numpy().tobytes()
