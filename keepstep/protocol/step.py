@@ -118,6 +118,7 @@ class LeaderMachine:
         self._last_seen = NO_DECISION
         self._hellos: dict[Rank, Hello] = {}
         self._votes: dict[Rank, Vote] = {}
+        self._fetching: StateName | None = None  # what was last told to fetch, unless we gave that up
         self._fetched: set[Rank] = set()
         self._loaded: set[Rank] = set()
         self._load_told = False
@@ -174,20 +175,27 @@ class LeaderMachine:
                 self._before_fetch = (self.state, self.ledger)
             self.state, self.materialized = decision.start, False
             self.ledger = decision.ledger or self._initial_ledger
+            self._fetching = decision.start
             self._fetched.clear()
             self._load_told = False
             self._pending = 0
             self._start_over = ""
+        elif me.role is Role.CATCHING_UP and self.state != decision.start:
+            # Decided from a report that we have taken back since: the fetch it speaks of has failed. Zeros are all we can give.
+            self._before_fetch = (self.state, self.ledger) if self.materialized and self.state is not None else None
+            self.state, self.materialized = decision.start, False
+            self.ledger = decision.ledger or self.ledger or self._initial_ledger
+            self._start_over = "the fetch had failed before this was decided"
         self.running = decision
         self._quorum_id, self._broken = decision.quorum_id, False
         self._votes.clear()
         self._loaded.clear()
         self._held_units = me.units
-        effects: list[Effect] = [TellDecided(decision=decision)]
-        if decision.kind is Kind.GATHER and me.role is Role.WORKER:
+        told = TellDecided(decision=decision)
+        if decision.kind is Kind.GATHER and (self.materialized or self._start_over):
             self.running = None
-            effects += self._report()
-        return tuple(effects)
+            return (told, *self._after_verdict())  # nothing will come that this could wait for
+        return (told,)
 
     def _end(self, decision: Decision, me: Member | None) -> tuple[Effect, ...]:
         self.over = True
@@ -250,7 +258,7 @@ class LeaderMachine:
         return self._commit() if len(self._votes) == self.settings.size else ()
 
     def _on_fetched(self, message: Fetched) -> tuple[Effect, ...]:
-        if self._load_told or self._start_over or self.materialized:
+        if message.state != self._fetching or self._load_told or self._start_over:
             return ()
         if not message.ok:
             self._start_over = f"rank {message.rank} could not fetch the state: {message.reason}"
@@ -286,7 +294,7 @@ class LeaderMachine:
             if self._pending > self.settings.max_pending and not self._load_told:
                 self._start_over = f"the fetch has outlasted {self._pending} steps"
         self.state = decision.outcome
-        self.ledger = after_commit(decision, ledger)
+        self.ledger = ledger if self._start_over else after_commit(decision, ledger)  # starting over takes both back
         self._held_units = ()
         if me.role is Role.WORKER and not self.settings.finished(self.state.step, self.ledger):
             self._held_units = speculate(decision, self.settings.replica_id)
@@ -312,7 +320,7 @@ class LeaderMachine:
         self.state, self.ledger = before if before is not None else (None, None)
         self.materialized = before is not None
         self.running = None
-        self._load_told = False
+        self._fetching, self._load_told = None, False
         self._fetched.clear()
         self._held_units = ()
         return (Tell(message=StartOver(reason=reason, state=self.state)), *self._report())

@@ -133,6 +133,55 @@ def test_a_replica_whose_fetch_fails_still_offers_what_it_held_before() -> None:
     assert report_of(machine.on_message(vote(1, 3))).report.state == state(2, 3)
 
 
+def fetch_fails_after_the_report() -> LeaderMachine:
+    """Replica 1 dies: the step is retried and reported, and only then do we hear that it was the only source, too."""
+    machine = catching_up()
+    machine.on_message(Fetched(rank=Rank(0), state=state(5, 6), ok=True))
+    pending = report_of(machine.on_message(vote(1, 7, yes=False, broken=True))).report
+    assert (pending.state, pending.materialized) == (state(5, 6), False)
+    effects = machine.on_message(Fetched(rank=Rank(1), state=state(5, 6), ok=False, reason="its only source is gone"))
+    assert report_of(effects).report.state is None
+    return machine
+
+
+def test_gathering_decided_from_a_report_that_was_taken_back_is_answered() -> None:
+    """Nothing is being fetched any more: whoever waited for it would wait for ever."""
+    machine = fetch_fails_after_the_report()
+    report = report_of(machine.on_decision(decision(8, 5, 6, member(0, C), quorum=2, kind=Kind.GATHER))).report
+    assert (report.answers, report.state, report.materialized) == (8, None, False)
+    assert machine.running is None
+
+
+def test_a_step_decided_from_a_report_that_was_taken_back_gets_our_zeros_and_nothing_else() -> None:
+    machine = fetch_fails_after_the_report()
+    machine.on_decision(decision(8, 5, 6, member(1, W, 5, life=1), member(0, C), quorum=2))
+    assert machine.on_message(vote(0, 8, caught_up=False)) == ()
+    effects = machine.on_message(vote(1, 8, caught_up=False))
+    assert verdicts(effects) == [(8, True)]
+    assert (report_of(effects).report.answers, report_of(effects).report.state) == (8, None)
+
+
+def test_what_was_held_before_a_failed_fetch_outlives_a_late_decision_too() -> None:
+    machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0)))
+    machine.on_message(vote(0, 1))
+    machine.on_message(vote(1, 1))
+    machine.on_decision(decision(2, 2, 9, member(0, C, fetch=True), member(1, W)))
+    machine.on_message(vote(1, 2, yes=False))
+    machine.on_message(Fetched(rank=Rank(0), state=state(2, 9), ok=False, reason="its only source is gone"))
+    assert machine.state == state(1, 1)
+    report = report_of(machine.on_decision(decision(3, 2, 9, member(0, C), kind=Kind.GATHER))).report
+    assert (report.state, report.materialized) == (state(1, 1), True)
+
+
+def test_news_of_an_earlier_fetch_is_late() -> None:
+    machine = fetch_fails_after_the_report()
+    machine.on_decision(decision(8, 9, 8, member(1, W, 5, life=1), member(0, C, fetch=True), quorum=2))
+    assert machine.on_message(Fetched(rank=Rank(0), state=state(5, 6), ok=False, reason="late")) == ()
+    machine.on_message(vote(0, 8, caught_up=False))
+    assert report_of(machine.on_message(vote(1, 8, caught_up=False))).report.state == state(10, 8), "it goes on"
+
+
 def test_once_the_load_is_told_there_is_no_way_back() -> None:
     machine = ready()
     machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1)))
