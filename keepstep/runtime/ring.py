@@ -102,7 +102,9 @@ class Ring:
         self._threads: list[threading.Thread] = []
         self._seq: Seq | None = None  # of the running step
         self._exchanges = 0
+        self._submitted = 0
         self._done = 0
+        self._late: LinkError | None = None  # of a link that is not needed for what still runs
         self._first_submit = 0.0
         self._closed = False  # events are not told any more
         self._unwanted = False  # nobody takes the links over
@@ -124,7 +126,7 @@ class Ring:
 
     def begin(self, seq: Seq, exchanges: int) -> None:
         with self._lock:
-            self._seq, self._exchanges, self._done = seq, exchanges, 0
+            self._seq, self._exchanges, self._submitted, self._done = seq, exchanges, 0, 0
             broken = self.broken
         if broken is not None:
             self._tell_failed(seq, 0, broken)
@@ -133,6 +135,8 @@ class Ring:
         with self._lock:
             if self.broken or seq != self._seq:
                 return  # StepFailed says so, or has said so
+            late = self._late
+            self._submitted += 1
             if number == 0:
                 self._first_submit = time.monotonic()
             if self.size > 1:
@@ -150,6 +154,8 @@ class Ring:
             self._one_done(time.monotonic())
         for wake in self._wakes:
             wake.set()
+        if late is not None:
+            self._blame(late)
 
     def abort(self, suspect: ReplicaId, reason: str) -> None:
         why = _Broken(suspect, "told", f"ring {self.quorum_id}: {reason}", fatal=False)
@@ -255,6 +261,19 @@ class Ring:
         else:
             self._break(_Broken(error.peer.replica_id, error.phase, reason, fatal=False), failed=[error.peer])
 
+    def _lost(self, error: LinkError, own: "deque[_Running]", other: "deque[_Running]") -> None:
+        """A link is of no use any more. What runs may still complete on the other one, if it needs only that.
+
+        A member that is through with an exchange may leave before its neighbours are. If it died instead, whoever needs it knows.
+        """
+        named = isinstance(error, RingEnded) and error.suspect is not None
+        with self._lock:
+            all_here = self._exchanges in (self._submitted, ENDLESS)
+            if all_here and not named and not own and other and self._late is None and self.broken is None:
+                self._late = error
+                return
+        self._blame(error)
+
     def _blame_next(self, error: Exception) -> None:
         fatal = isinstance(error, JobMismatch | Unauthorized)
         reason = f"ring {self.quorum_id}, connect: replica {self.next.replica_id}: {error}"
@@ -311,7 +330,7 @@ class Ring:
                     link.wait(phase, self._hungry)
                 self._sender_waits = self._awaits_credits = False
         except LinkError as error:
-            self._blame(error)
+            self._lost(error, self._to_send, self._to_receive)
         with self._turn:
             link.end_ring(self._suspect)
 
@@ -369,7 +388,7 @@ class Ring:
                             self._to_receive.popleft()
                     self._side_done(running)
         except LinkError as error:
-            self._blame(error)
+            self._lost(error, self._to_receive, self._to_send)
         link.end_ring(self._suspect)
 
     def _receive_all(self, running: _Running, link: ReceiveLink, out: SendLink) -> bool:
@@ -454,12 +473,15 @@ class Ring:
             self._done += 1
             seq = self._seq if self._done == self._exchanges else None
             endless, since = self._exchanges == ENDLESS, self._first_submit
+            late = None if self._to_send or self._to_receive else self._late
         if seq is not None or endless:
             took = time.monotonic() - (submitted if endless else since)
             self.owner.deadline.observe(took)
             self.owner.silence.observe(took)
         if seq is not None:
             self.owner.tell(StepDone(seq))
+        if late is not None:
+            self._blame(late)
 
 
 def _who(peer: Peer) -> tuple[ReplicaId, str]:

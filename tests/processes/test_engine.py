@@ -392,6 +392,42 @@ def test_members_that_are_told_at_different_times(four: list[Member]) -> None:
         steps(four, quorum, quorum + 1)
 
 
+@pytest.mark.parametrize("quietly", [True, False])
+def test_a_member_that_is_through_may_leave_before_the_others_are(members: list[Member], quietly: bool) -> None:
+    """0 -> 1 -> 2 -> 0. The last chunk that 0 gets goes no further: 1 is done, and leaves, while 0 still is not."""
+    configure(members, 1)
+    kept(members)
+    arrays = numbers(3, sizes=(300,))
+    buffers = [Buffer(mine[0]) for mine in arrays]
+    gate, reached = threading.Event(), threading.Event()
+
+    def held(lo: int, hi: int) -> None:
+        if hi == buffers[0].nbytes:  # segment 2
+            reached.set()
+            assert gate.wait(20)
+
+    buffers[0].final = held  # type: ignore[method-assign]
+    for member, buffer in zip(members, buffers, strict=True):
+        member.engine.begin(Seq(1), QuorumId(1), 1)
+        member.engine.submit(Seq(1), 0, buffer)
+    assert reached.wait(20)
+    members[1].next(StepDone)
+    if quietly:
+        members[1].engine.configure(QuorumId(2), [members[1].peer], 0)
+    else:
+        members[1].engine.close()
+    ring = members[0].engine._ring
+    assert ring is not None
+    deadline = time.monotonic() + (0.3 if quietly else 20)  # an end that is told is only read by who waits for credits
+    while ring._late is None and ring.broken is None and time.monotonic() < deadline:
+        gate.wait(0.01)
+    assert ring.broken is None, "the ring was broken under an exchange that did not need the link"
+    gate.set()
+    for member in (members[0], members[2]):
+        assert member.next(StepDone) == StepDone(Seq(1))
+    check([[buffer] for buffer in buffers], arrays)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_any_sequence_of_rings(four: list[Member], seed: int) -> None:
     """Random members, orders, aborts and steps that are cut off; each ring that is let alone sums up right."""
