@@ -1,7 +1,8 @@
 """Where previous members connect: a TCP port and, for those on this host, a Unix socket of the same name.
 
 Every connection is authenticated, in a thread of its own and in bounded time, before anybody else sees it. A port scanner, a
-stale member, garbage or a connection that says nothing is refused in words, and harms nothing.
+stale member, garbage or a connection that says nothing is refused in words, and harms nothing: if too many say nothing at
+once, the oldest of them has to make room, not the member that comes last.
 """
 
 import logging
@@ -50,7 +51,8 @@ class Listener:
         """`admit` may refuse a peer, in words. `shape`: of the segments that peers on this host may bring; None: they may not."""
         self._me, self._settings, self._admit, self._on_peer = me, settings, admit, on_peer
         self._shape = shape
-        self._slots = threading.Semaphore(MAX_HANDSHAKES)
+        self._lock = threading.Lock()
+        self._greeting: list[socket.socket] = []  # oldest first
         self._closed = False
         self._threads: list[threading.Thread] = []
         tcp = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -91,12 +93,14 @@ class Listener:
                     return
                 log.warning("a ring connection could not be accepted: %s", error)
                 continue
-            if not self._slots.acquire(blocking=False):
-                sock.close()
-                continue
+            with self._lock:
+                if len(self._greeting) >= MAX_HANDSHAKES:
+                    shut(self._greeting.pop(0))  # its thread closes it
+                self._greeting.append(sock)
             threading.Thread(target=self._greet, args=(sock, address), name="keepstep-hello", daemon=True).start()
 
     def _greet(self, sock: socket.socket, address: object) -> None:
+        accepted = None
         try:
             sock.settimeout(self._settings.connect_s)
             hello = welcome(sock, self._me, self._admit)
@@ -104,13 +108,19 @@ class Listener:
             if sock.family == socket.AF_UNIX and self._shape is not None:
                 segment = shared_memory.accept(sock, self._shape)
             sock.settimeout(None)
+            accepted = Accepted(sock, hello, segment)
         except (KeepstepError, OSError) as error:
             log.info("refused a ring connection from %s: %s", address or "this host", error)
-            sock.close()
-        else:
-            self._on_peer(Accepted(sock, hello, segment))
         finally:
-            self._slots.release()
+            with self._lock:
+                made_room = sock not in self._greeting
+                if not made_room:
+                    self._greeting.remove(sock)
+            if accepted is None or made_room:
+                sock.close()
+                accepted = None
+        if accepted is not None:
+            self._on_peer(accepted)
 
     def close(self) -> None:
         self._closed = True

@@ -378,6 +378,28 @@ def test_a_slow_handshake_ends_in_bounded_time() -> None:
         end.listener.close()
 
 
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_connections_that_say_nothing_keep_nobody_out(kind: str) -> None:
+    """A hundred half-open ones, and then a member."""
+    a, b = End(0, KINDS[kind]), End(1, KINDS[kind])
+    family = socket.AF_UNIX if kind == "shm" else socket.AF_INET
+    where = f"\0keepstep/127.0.0.1/{b.listener.port}" if kind == "shm" else ("127.0.0.1", b.listener.port)
+    silent = [socket.socket(family) for _ in range(100)]
+    try:
+        for sock in silent:
+            sock.connect(where)
+        with ThreadPoolExecutor(2) as pool:
+            ours = pool.submit(a.connect, b.peer, 1, Kept())
+            theirs = pool.submit(b.connect, a.peer, 1, Kept())
+            links = (*ours.result(10), *theirs.result(10))
+        assert links[0].kind == kind  # type: ignore[union-attr]
+        for link in links:
+            link.close()
+    finally:
+        for thing in (*silent, a.listener, b.listener):
+            thing.close()
+
+
 def test_somebody_else_with_the_same_name_means_tcp() -> None:
     """The abstract socket's name is taken before we bind it, by a process that is not ours: links go over TCP."""
     a, b = End(0, BASE), End(1, KINDS["tcp"])
