@@ -11,6 +11,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq
 from keepstep.protocol.messages import Endpoint, Peer
 from keepstep.runtime.engine import Engine
 from keepstep.runtime.engine_events import ENDLESS, EngineEvent, EngineSettings, RingBroken, RingReady, StepFailed
+from keepstep.runtime.environment import read_token
 from keepstep.runtime.handshake import Identity
 from keepstep.training.point_to_point import PointToPoint
 
@@ -53,18 +55,18 @@ class FTARWork(Work):
         self._source: Future[Any] = Future()
         # What `set_exception` does is known to Python only, and DDP's C++ would take the exception for a tensor and crash.
         self._future: Future[Any] = self._source.then(self._outcome)
-        self._ended = threading.Event()
+        self._ended, self._over = threading.Event(), False
         self._lock = threading.Lock()
         self._error: Exception | None = None
 
     def _end(self, error: Exception | None) -> None:
         """Once; the first outcome counts. Any thread."""
         with self._lock:
-            if self._ended.is_set():
+            if self._over:
                 return
-            self._error = error
-            self._ended.set()
-        self._source.set_result(None)
+            self._over, self._error = True, error
+        self._source.set_result(None)  # before `wait` returns: who has waited finds the future complete
+        self._ended.set()
 
     def _outcome(self, _: Any) -> Any:
         if self._error is not None:
@@ -74,17 +76,17 @@ class FTARWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises ExchangeError if the operation failed, or if it is not complete in time, which ends the whole group."""
         seconds = self._group.timeout_s if not timeout else timeout.total_seconds()
-        if not self._ended.wait(seconds):
+        if not self._future.done() and not self._ended.wait(seconds):  # done already: called from one of its callbacks
             self._group._fail(ExchangeError(f"an operation was not complete after {seconds:g} s"))
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        return self._ended.is_set()
+        return bool(self._future.done())
 
     def is_success(self) -> bool:
-        return self._ended.is_set() and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
         return self._error
@@ -101,7 +103,7 @@ class Membership(dist.ProcessGroup):
 
     Args:
         timeout: of an operation, and of `configure`.
-        token: members with another one are refused. Default: the environment's KEEPSTEP_TOKEN, or none.
+        token: members with another one are refused. Default: KEEPSTEP_TOKEN or KEEPSTEP_TOKEN_FILE; on loopback, none.
         host: the address where other members reach this one. Default: that of the interface towards the store.
         settings: of the engine; the same for all members.
     """
@@ -117,10 +119,10 @@ class Membership(dist.ProcessGroup):
         super().__init__(0, 1)  # type: ignore[call-arg]
         self._timeout, self._host = timeout, host
         self._settings = settings or EngineSettings()
-        secret = os.environ.get("KEEPSTEP_TOKEN", "") if token is None else token
+        self._token = token
         self._me = Identity(
             job=JOB,
-            token=secret.encode(),
+            token=b"",  # until it is needed
             replica_id=ReplicaId(secrets.randbits(31)),  # ranks change, links stay
             incarnation=Incarnation(secrets.token_hex(8)),
             rank=Rank(0),
@@ -186,7 +188,7 @@ class Membership(dist.ProcessGroup):
             raise ConfigError("the handles must have this process's own exactly once")
         with self._lock:
             if opts.uuid in self._uuids:
-                raise ConfigError(f"uuid {opts.uuid} was used before: pass a new one each time")
+                raise RuntimeError(f"uuid {opts.uuid} was already used: pass a new one each time")  # as c10d does
             self._uuids.add(opts.uuid)
         limit_s = opts.timeout.total_seconds() if getattr(opts, "timeout", None) else self.timeout_s
         self._forget_ring()
@@ -245,6 +247,7 @@ class Membership(dist.ProcessGroup):
     def _start(self, address: Callable[[], str]) -> None:
         if self._engine is None:
             self._host = self._host or address()
+            self._me = replace(self._me, token=_secret(self._token, self._host))
             self._engine = Engine(
                 self._me, host=self._host, settings=self._settings, on_event=self._on_event, ordered=False
             )
@@ -354,6 +357,15 @@ class Membership(dist.ProcessGroup):
 
     def _set_group_name(self, name: str) -> None:
         self._group_label = name
+
+
+def _secret(token: str | None, host: str) -> bytes:
+    if token is not None:
+        return token.encode()
+    here = host.startswith("127.") or host == "::1"
+    if here and not (os.environ.get("KEEPSTEP_TOKEN") or os.environ.get("KEEPSTEP_TOKEN_FILE")):
+        return b""  # only this machine's processes can connect
+    return read_token(os.environ)
 
 
 def _peer(member: Member, port: int) -> Peer:

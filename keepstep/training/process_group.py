@@ -35,7 +35,7 @@ class FTARProcessGroup(Membership):
 
     Args:
         timeout: of an operation, and of `configure`.
-        token: members with another one are refused. Default: the environment's KEEPSTEP_TOKEN, or none.
+        token: members with another one are refused. Default: KEEPSTEP_TOKEN or KEEPSTEP_TOKEN_FILE; on loopback, none.
         host: the address where other members reach this one. Default: that of the interface towards the store.
         settings: of the engine; the same for all members.
     """

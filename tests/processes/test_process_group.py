@@ -110,6 +110,21 @@ def odd_bits(rank: int) -> torch.Tensor:
     return torch.randint(0, 256, (4 * 1001,), dtype=torch.uint8).view(torch.float32)
 
 
+def in_order(pg: FTARProcessGroup) -> list[bool]:
+    """Whether the future is complete when `wait` returns, and `wait` returns in one of its callbacks."""
+    said = []
+    for _ in range(200):
+        work = pg.allreduce([torch.ones(10)])
+        work.get_future().then(lambda _, work=work: said.append(work.wait()))
+        work.wait()
+        said.append(work.get_future().done())
+    return said
+
+
+def test_the_future_is_complete_when_wait_returns(crew: Crew) -> None:
+    assert crew.all(in_order) == [[True] * 400] * 3
+
+
 def others(pg: FTARProcessGroup) -> dict[str, Any]:
     rank, size = pg.rank(), pg.size()
     sent = odd_bits(rank)
@@ -351,6 +366,16 @@ def test_before_configure_and_with_bad_ranks() -> None:
     pg.shutdown()
 
 
+def test_a_token_is_needed_where_others_can_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KEEPSTEP_TOKEN", raising=False)
+    monkeypatch.delenv("KEEPSTEP_TOKEN_FILE", raising=False)
+    with pytest.raises(ConfigError, match="set KEEPSTEP_TOKEN"):
+        FTARProcessGroup(host="0.0.0.0").get_reconfigure_handle()
+    for pg in (FTARProcessGroup(host="0.0.0.0", token="t"), FTARProcessGroup(host="127.0.0.1")):
+        assert pg.get_reconfigure_handle()
+        pg.shutdown()
+
+
 def alone(pg: FTARProcessGroup) -> list[float]:
     t = torch.tensor([3.0])
     pg.allreduce([t], ReduceOp.AVG).wait()
@@ -393,7 +418,7 @@ def check_group(crew: Crew, uuid: int, numbers: list[int], handles: list[str]) -
 
 
 def test_reconfigure_shrinks_grows_splits_merges_and_reorders() -> None:
-    crew = Crew(4)
+    crew = Crew(4, tokens=["t"] * 4)
     try:
         handles = crew.all(handle)
         uuids = iter([1 << 62, 5, 123456789, 7, 8, 9, 10, 11, 12, 13])  # new ones, in no order
@@ -408,7 +433,7 @@ def test_reconfigure_shrinks_grows_splits_merges_and_reorders() -> None:
             [3, 1, 0, 2],  # merge, ranks by order of handles
         ):
             check_group(crew, next(uuids), numbers, handles)
-        with pytest.raises(Failure, match="uuid 5 was used before"):
+        with pytest.raises(Failure, match="RuntimeError: uuid 5 was already used"):
             crew.all(reconfigure, 5, handles)
         crew.members[0].start(abort_soon)
         crew.members[0].end()
@@ -420,7 +445,7 @@ def test_reconfigure_shrinks_grows_splits_merges_and_reorders() -> None:
 
 
 def test_reconfigure_refuses_what_cannot_be() -> None:
-    crew = Crew(2)
+    crew = Crew(2, tokens=["t"] * 2)
     try:
         first, second = crew.all(handle)
         for handles, expected in (
