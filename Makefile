@@ -11,7 +11,7 @@ help:  ## this list
 
 setup: $(VENV)/.ready  ## build .venv with everything that demo and tests need
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml constraints.txt hatch_build.py keepstep/runtime/pump.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "keepstep needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

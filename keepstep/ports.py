@@ -4,9 +4,23 @@ No I/O, no torch: only shapes. Each interface says which thread calls it.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from keepstep.protocol.messages import StateName
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """An exchange buffer whose `reduce` is a plain addition of elements, which may be done without calling it.
+
+    If `own` is another dtype than `travels`, `input` and `final` still have to be called.
+    """
+
+    travels: str  # dtypes by their names in torch: of what is received and sent
+    own: str  # of our input
+    input: int  # addresses
+    output: int
 
 
 class ExchangeBuffer(Protocol):

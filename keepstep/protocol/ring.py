@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from keepstep.protocol.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -32,7 +34,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.chunk_bytes < 16 or self.chunk_bytes % 16 or self.window < 1:
-            raise ValueError("chunk_bytes must be a positive multiple of 16 and window at least 1")
+            raise ConfigError("chunk_bytes must be a positive multiple of 16 and window at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ A new `configure` replaces the ring; buckets that failed on the old one can be s
 previous members connect, and gives each connection to the ring it was made for, however early it comes.
 
 Calls may come from any thread and never block for the network; `on_event` is called from the rings' threads. An engine
-makes the whole process switch threads more often (`switch_interval_s`): otherwise a pure-Python main thread slows exchanges down
-9 to 18 times.
+makes the whole process switch threads more often (`switch_interval_s`): otherwise a pure-Python main thread holds up whatever still
+needs the interpreter.
 """
 
 import sys
@@ -38,7 +38,7 @@ class Engine:
         host: str,
         settings: EngineSettings,
         on_event: Callable[[EngineEvent], None],
-        fault: Callable[[str, int], None] = lambda what, exchange: None,
+        fault: Callable[[str, int], None] | None = None,
         ordered: bool = True,
     ) -> None:
         """`ordered`: quorum_ids only grow, so that whoever is behind can be told at once."""

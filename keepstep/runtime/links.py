@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from keepstep.protocol.errors import ConfigError
 from keepstep.protocol.ids import ReplicaId
 from keepstep.protocol.messages import Peer
 
@@ -56,11 +57,11 @@ class LinkSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.streams <= 64:
-            raise ValueError("streams must be between 1 and 64")
+            raise ConfigError("streams must be between 1 and 64")
         if self.socket_buffer < 4096:
-            raise ValueError("socket_buffer must be at least 4096 bytes")
+            raise ConfigError("socket_buffer must be at least 4096 bytes")
         if min(self.silent_floor_s, self.silent_s, self.connect_s, self.user_timeout_s) <= 0:
-            raise ValueError("silent_floor_s, silent_s, connect_s and user_timeout_s must be positive")
+            raise ConfigError("silent_floor_s, silent_s, connect_s and user_timeout_s must be positive")
 
 
 class LinkError(Exception):
@@ -142,9 +143,10 @@ class _Link:
         self.adopted = True  # both ends are under this quorum_id
         self._settings = settings
         self._wake: Wake | None = None
-        self._chunks = 0  # since the link was put under its quorum_id
+        self.chunks = 0  # since the link was put under its quorum_id
 
-    def _error(self, error: OSError | str, phase: str) -> LinkError:
+    def error(self, error: OSError | str, phase: str) -> LinkError:
+        """The link has failed."""
         self.failed = True
         if isinstance(error, OSError):
             error = f"the connection to it failed ({error.strerror or error})"
@@ -182,7 +184,7 @@ class SendLink(_Link):
         super().__init__(peer, socks, quorum_id, settings)
         self.credits = 0
         self._backwards = b""
-        self._checked = settings.checksum and not _stays_here(socks[0])
+        self.checked = settings.checksum and not _stays_here(socks[0])
 
     def attach(self, wake: Wake) -> None:
         """`wait` ends when `wake` is set."""
@@ -195,7 +197,7 @@ class SendLink(_Link):
 
     def adopt(self, quorum_id: int) -> None:
         """Puts the link under a new ring; it may be used once `adopted` (see `take_credits`)."""
-        self.quorum_id, self.adopted, self.credits, self._chunks = quorum_id, False, 0, 0
+        self.quorum_id, self.adopted, self.credits, self.chunks = quorum_id, False, 0, 0
         for sock in self.socks:
             self._write(sock, [memoryview(HEADER.pack(quorum_id, 0, 0, RING, 0, 0))], "connect")
 
@@ -224,9 +226,18 @@ class SendLink(_Link):
         except BlockingIOError:
             return
         except OSError as error:
-            raise self._error(error, phase) from None
+            raise self.error(error, phase) from None
         if not got:
-            raise self._error("it closed the connection", phase)
+            raise self.error("it closed the connection", phase)
+        self.understand(got, phase)
+
+    @property
+    def expects_more(self) -> bool:
+        """The beginning of an answer has come."""
+        return bool(self._backwards)
+
+    def understand(self, got: bytes, phase: str) -> None:
+        """Bytes that have come back: credits, and answers. RingEnded if the next member says so."""
         got = self._backwards + got
         at = 0
         while at < len(got):
@@ -246,30 +257,22 @@ class SendLink(_Link):
             elif len(got) - at < _ENDED.size and got[at : at + 1] in (REACHED, ENDED):
                 break
             else:
-                raise self._error("it sent something that is neither a credit nor an answer", phase)
+                raise self.error("it sent something that is neither a credit nor an answer", phase)
         self._backwards = got[at:]
 
     def send(
         self, seq: int, exchange: int, number: int, data: memoryview, phase: str, checksum: int | None = None
     ) -> None:
         """One chunk; uses up a credit. `checksum`: of the data, if it is known."""
-        if not self._checked:
+        if not self.checked:
             checksum = NO_CHECKSUM
         elif checksum is None:
             checksum = xxhash.xxh3_64_intdigest(data)
         header = HEADER.pack(self.quorum_id, seq, exchange, number, len(data), checksum)
-        sock = self.socks[self._chunks % len(self.socks)]
-        self._chunks += 1
+        sock = self.socks[self.chunks % len(self.socks)]
+        self.chunks += 1
         self.credits -= 1
         self._write(sock, [memoryview(header), data], phase)
-
-    def slot(self, length: int) -> memoryview:
-        """Where a chunk can be written in place, to be sent by `announce`. Only if `inline`."""
-        raise NotImplementedError(f"a {self.kind} link has no slots")
-
-    def announce(self, seq: int, exchange: int, number: int, length: int, phase: str) -> None:
-        """Sends the chunk that lies in the slot; uses up a credit."""
-        raise NotImplementedError(f"a {self.kind} link has no slots")
 
     def end_ring(self, suspect: ReplicaId | None) -> None:
         """Tells the next member that the ring is over; the link stays good. Does nothing if the link has failed."""
@@ -287,7 +290,7 @@ class SendLink(_Link):
                 if sent:
                     parts[0] = parts[0][sent:]
         except OSError as error:
-            raise self._error(error, phase) from None
+            raise self.error(error, phase) from None
 
 
 class ReceiveLink(_Link):
@@ -325,7 +328,7 @@ class ReceiveLink(_Link):
 
     def adopt(self, quorum_id: int) -> None:
         """Puts the link under a new ring; it may be used once `adopted` (see `look_for_mark`)."""
-        self.quorum_id, self.adopted, self._chunks = quorum_id, False, 0
+        self.quorum_id, self.adopted, self.chunks = quorum_id, False, 0
 
     def look_for_mark(self) -> None:
         """Throws away what the sender has sent before its mark. Waits for the rest of a chunk only."""
@@ -347,7 +350,7 @@ class ReceiveLink(_Link):
         """Until the wake is set. Notices a peer that goes away or ends the ring."""
         number = self._next_header(0, "idle")
         if number is not None and number[3] != HEARTBEAT:
-            raise self._error(f"it sent a chunk ({number[:5]}) that nobody has asked for", "idle")
+            raise self.unexpected(number, None, "idle")
 
     def grant(self, credits: int, phase: str) -> None:
         """Lets the previous member send so many more chunks."""
@@ -356,17 +359,27 @@ class ReceiveLink(_Link):
 
     def header(self, seq: int, exchange: int, number: int, length: int, phase: str) -> int | None:
         """The checksum of the next chunk, which must be the one described; None: nothing yet, look around and call again."""
-        got = self._next_header(self._chunks % len(self.socks), phase)
+        got = self._next_header(self.chunks % len(self.socks), phase)
         if got is None or got[3] == HEARTBEAT:
             return None
         if got[:5] != (self.quorum_id, seq, exchange, number, length):
-            raise self._error(
-                f"it sent chunk {got[3]} ({got[4]} bytes) of exchange {got[2]}, decision {got[1]}, quorum {got[0]}; expected "
-                f"chunk {number} ({length} bytes) of exchange {exchange}, decision {seq}, quorum {self.quorum_id}",
-                phase,
-            )
-        self._chunks += 1
+            raise self.unexpected(got, (seq, exchange, number, length), phase)
+        self.chunks += 1
         return got[5]
+
+    def unexpected(self, got: tuple[int, ...], expected: tuple[int, int, int, int] | None, phase: str) -> LinkError:
+        """A header that is not the next chunk's (decision, exchange, number, length; None: no chunk was asked for)."""
+        told = self._told(0, got, phase)
+        if told is not None:
+            return told
+        if expected is None:
+            return self.error(f"it sent a chunk ({got[:5]}) that nobody has asked for", phase)
+        seq, exchange, number, length = expected
+        return self.error(
+            f"it sent chunk {got[3]} ({got[4]} bytes) of exchange {got[2]}, decision {got[1]}, quorum {got[0]}; expected "
+            f"chunk {number} ({length} bytes) of exchange {exchange}, decision {seq}, quorum {self.quorum_id}",
+            phase,
+        )
 
     def payload(self, length: int, checksum: int, phase: str) -> memoryview:
         """The bytes of the chunk whose header was read; good until the next chunk is."""
@@ -376,9 +389,9 @@ class ReceiveLink(_Link):
 
     def payload_into(self, target: memoryview, checksum: int, phase: str) -> None:
         """The same, straight into `target`."""
-        self._fill(self.socks[(self._chunks - 1) % len(self.socks)], target, phase)
+        self._fill(self.socks[(self.chunks - 1) % len(self.socks)], target, phase)
         if checksum != NO_CHECKSUM and xxhash.xxh3_64_intdigest(target) != checksum:
-            raise self._error("a chunk from it failed its checksum", phase)
+            raise self.error("a chunk from it failed its checksum", phase)
 
     def end_ring(self, suspect: ReplicaId | None) -> None:
         """Tells the previous member that the ring is over; the link stays good. Does nothing if the link has failed."""
@@ -390,17 +403,17 @@ class ReceiveLink(_Link):
         try:
             self.socks[0].sendall(data)
         except OSError as error:
-            raise self._error(error, phase) from None
+            raise self.error(error, phase) from None
 
     def _begins(self, stream: int, phase: str) -> bool:
         """Whether there is something to read. Never waits."""
         try:
             if not self.socks[stream].recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK):
-                raise self._error("it closed the connection", phase)
+                raise self.error("it closed the connection", phase)
         except BlockingIOError:
             return False
         except OSError as error:
-            raise self._error(error, phase) from None
+            raise self.error(error, phase) from None
         return True
 
     def _next_header(self, stream: int, phase: str) -> tuple[int, ...] | None:
@@ -409,26 +422,33 @@ class ReceiveLink(_Link):
         try:
             at = sock.recv_into(self._header, HEADER.size, socket.MSG_DONTWAIT)
             if not at:
-                raise self._error("it closed the connection", phase)
+                raise self.error("it closed the connection", phase)
         except BlockingIOError:
             if not self._await(stream, phase):
                 return None
         except OSError as error:
-            raise self._error(error, phase) from None
+            raise self.error(error, phase) from None
         header = self._read_header(sock, phase, at)
+        told = self._told(stream, header, phase)
+        if told is not None:
+            raise told
+        return header
+
+    def _told(self, stream: int, header: tuple[int, ...], phase: str) -> RingEnded | None:
+        """Whether a header says that the ring is over."""
         if header[3] == ABORT and header[0] == self.quorum_id:
-            raise self._ended(header[2] - 1, phase)
+            return self._ended(header[2] - 1, phase)
         if header[3] == RING:  # the sender is in a later ring; so shall we be, soon
             self._marked[stream] = header[0]
-            raise self._ended(NOBODY, phase)
-        return header
+            return self._ended(NOBODY, phase)
+        return None
 
     def _await(self, stream: int, phase: str) -> bool:
         """Until there is something to read; False: the wake was set. In an exchange, silence is an error."""
         assert self._wake is not None
         ready = self._polls[stream].poll(None if phase == "idle" else self._silent_s * 1000)
         if not ready:
-            raise self._error(f"it has been silent for {self._silent_s:.3g} s", phase)
+            raise self.error(f"it has been silent for {self._silent_s:.3g} s", phase)
         if any(fd == self._wake.fileno() for fd, _ in ready):
             self._wake.clear()
             return False
@@ -454,9 +474,9 @@ class ReceiveLink(_Link):
                 looks += 1
                 if looks < LOOKS:
                     continue
-                raise self._error(f"it has been silent for {self._silent_s:.3g} s", phase) from None
+                raise self.error(f"it has been silent for {self._silent_s:.3g} s", phase) from None
             except OSError as error:
-                raise self._error(error, phase) from None
+                raise self.error(error, phase) from None
             if not got:
-                raise self._error("it closed the connection", phase)
+                raise self.error("it closed the connection", phase)
             at, looks = at + got, 0

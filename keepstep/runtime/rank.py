@@ -153,7 +153,11 @@ class RankRuntime:
             layout_digest=plane.layout_digest,
         )
         self._engine = Engine(
-            identity, host=env.host, settings=plane.engine, on_event=self._from_engine, fault=self._in_exchange
+            identity,
+            host=env.host,
+            settings=plane.engine,
+            on_event=self._from_engine,
+            fault=self._in_exchange if self.faults else None,
         )
         part = f"{env.job}/rank {env.rank} of {env.world_size}"
         self._server = StateServer(plane.source, host=env.host, part=part, token=env.token, fault=self._serving)

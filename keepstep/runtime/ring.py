@@ -1,12 +1,10 @@
-"""One ring of the FTAR engine: two links, two threads, from connecting to broken (FT-HSDP section 4).
+"""One ring of the FTAR engine: two links and what moves chunks over them, from connecting to broken (FT-HSDP section 4).
 
-The *sender* forwards what is complete as fast as credits allow; the *receiver* adds each chunk to ours as it comes. Where sending
-never waits (shared memory), the receiver itself sends on what it has just completed, partial sums without touching the output;
-`_turn` says whose turn it is. Buckets are queued as they fill, and exchanges run in that order. Building the ring happens in the
-sender's thread, in the background, while the model still computes.
+Buckets are queued as they fill, and exchanges run in that order. The ring is built in a thread of its own, in the background,
+while the model still computes; then a `Movement` takes over in that thread.
 
 Errors: whatever goes wrong with a peer breaks the ring: it says so on both its links, so that the abort travels around at once,
-and the step that runs fails with the suspect's name. Both threads end between two chunks, and links that are still good are left
+and the step that runs fails with the suspect's name. Movement ends between two chunks, and links that are still good are left
 to the next ring. Inputs are never written: another ring can repeat the step. Wrong arguments or an exception while reducing are
 *fatal*: retrying would not help.
 
@@ -18,14 +16,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from keepstep.ports import ExchangeBuffer
 from keepstep.protocol.errors import JobMismatch, KeepstepError, Unauthorized
 from keepstep.protocol.exchange import Deadline, Exchange
 from keepstep.protocol.ids import QuorumId, ReplicaId, Seq
 from keepstep.protocol.messages import Peer
-from keepstep.protocol.ring import Receive
 from keepstep.runtime.connecting import Connecting, Kept, Stopped
 from keepstep.runtime.engine_events import (
     ENDLESS,
@@ -37,23 +34,13 @@ from keepstep.runtime.engine_events import (
     StepFailed,
 )
 from keepstep.runtime.handshake import Identity
-from keepstep.runtime.links import NO_CHECKSUM, LinkError, ReceiveLink, RingEnded, SendLink, Wake
+from keepstep.runtime.links import LinkError, RingEnded
 from keepstep.runtime.listener import Accepted
+from keepstep.runtime.movement import Movement, Running
+from keepstep.runtime.native import NativeThread
+from keepstep.runtime.two_threads import TwoThreads
 
 log = logging.getLogger("keepstep")
-
-
-@dataclass(slots=True)
-class _Running:
-    """One submitted bucket on its way around the ring."""
-
-    seq: Seq
-    number: int
-    buffer: ExchangeBuffer
-    progress: Exchange
-    submitted: float = field(default_factory=time.monotonic)
-    sides_done: int = 0
-    checksums: dict[int, int] = field(default_factory=dict)  # of chunks that go on unchanged, by number of receive
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +62,7 @@ class Owner:
     deadline: Deadline  # for progress
     silence: Deadline  # for any byte at all
     tell: Callable[[EngineEvent], None]
-    fault: Callable[[str, int], None]
+    fault: Callable[[str, int], None] | None  # called for every chunk, where faults are injected
 
 
 class Ring:
@@ -90,14 +77,11 @@ class Ring:
         self._connecting = Connecting(
             owner.identity, quorum_id, self.previous, self.next, self.settings.link, self.settings.shape
         )
-        self._lock = threading.Lock()
-        self._turn = threading.Lock()  # who holds it may send
-        self._sender_waits = False
-        self._hungry = False  # a chunk could be sent if there was a credit
-        self._awaits_credits = False  # and the sender waits for it
-        self._wakes = [self._connecting.wake, Wake()]  # of the sender, of the receiver
-        self._to_send: deque[_Running] = deque()
-        self._to_receive: deque[_Running] = deque()
+        self.wake = self._connecting.wake  # of the ring's own thread
+        self.lock = threading.Lock()
+        self.to_send: deque[Running] = deque()
+        self.to_receive: deque[Running] = deque()
+        self._movement: Movement | None = None
         self._kept = Kept()
         self._threads: list[threading.Thread] = []
         self._seq: Seq | None = None  # of the running step
@@ -118,21 +102,21 @@ class Ring:
                 before.close()
             self.owner.tell(RingReady(self.quorum_id))
             return
-        self._spawn(lambda: self._connect_and_send(before), "send")
+        self.spawn(lambda: self._connect_and_move(before), "send")
 
     def offer(self, accepted: Accepted) -> None:
         """The previous member has connected."""
         self._connecting.offer(accepted)
 
     def begin(self, seq: Seq, exchanges: int) -> None:
-        with self._lock:
+        with self.lock:
             self._seq, self._exchanges, self._submitted, self._done = seq, exchanges, 0, 0
             broken = self.broken
         if broken is not None:
             self._tell_failed(seq, 0, broken)
 
     def submit(self, seq: Seq, number: int, buffer: ExchangeBuffer) -> None:
-        with self._lock:
+        with self.lock:
             if self.broken or seq != self._seq:
                 return  # StepFailed says so, or has said so
             late = self._late
@@ -144,16 +128,15 @@ class Ring:
                 progress = Exchange(
                     nbytes=buffer.nbytes, itemsize=buffer.itemsize, size=self.size, position=self.position, shape=shape
                 )
-                running = _Running(seq, number, buffer, progress)
-                self._to_send.append(running)
-                self._to_receive.append(running)
+                running = Running(seq, number, buffer, progress)
+                self.to_send.append(running)
+                self.to_receive.append(running)
         if self.size == 1:
             buffer.copy_through(0, buffer.nbytes)
             buffer.final(0, buffer.nbytes)
             buffer.done()
             self._one_done(time.monotonic())
-        for wake in self._wakes:
-            wake.set()
+        self._interrupt()
         if late is not None:
             self._blame(late)
 
@@ -203,8 +186,9 @@ class Ring:
         """Whether nothing of it runs any more; frees what is left then."""
         if any(thread.is_alive() for thread in self._threads):
             return False
-        for wake in self._wakes:
-            wake.close()
+        self.wake.close()
+        if self._movement is not None:
+            self._movement.close()
         if self._unwanted:
             self._kept.close()
         return True
@@ -213,7 +197,7 @@ class Ring:
 
     def _break(self, why: "_Broken", failed: Sequence[Peer] = ()) -> None:
         """Ends the ring, once. Links to `failed` are shut, the others are told by the thread that uses them."""
-        with self._lock:
+        with self.lock:
             if self.broken is not None:
                 return
             bad = [
@@ -225,15 +209,14 @@ class Ring:
                 link.failed = True
             self.broken = why
             seq = self._seq
-            number = self._to_receive[0].number if self._to_receive else 0
+            number = self.to_receive[0].number if self.to_receive else 0
             running = seq is not None and self._done < self._exchanges
-            self._to_send.clear()
-            self._to_receive.clear()
+            self.to_send.clear()
+            self.to_receive.clear()
         self._connecting.stop()
         for link in bad:
             link.shut()
-        for wake in self._wakes:
-            wake.set()
+        self._interrupt()
         if self._closed:
             return
         if running or why.fatal:
@@ -261,13 +244,13 @@ class Ring:
         else:
             self._break(_Broken(error.peer.replica_id, error.phase, reason, fatal=False), failed=[error.peer])
 
-    def _lost(self, error: LinkError, own: "deque[_Running]", other: "deque[_Running]") -> None:
+    def lost(self, error: LinkError, own: "deque[Running]", other: "deque[Running]") -> None:
         """A link is of no use any more. What runs may still complete on the other one, if it needs only that.
 
         A member that is through with an exchange may leave before its neighbours are. If it died instead, whoever needs it knows.
         """
         named = isinstance(error, RingEnded) and error.suspect is not None
-        with self._lock:
+        with self.lock:
             all_here = self._exchanges in (self._submitted, ENDLESS)
             if all_here and not named and not own and other and self._late is None and self.broken is None:
                 self._late = error
@@ -279,7 +262,7 @@ class Ring:
         reason = f"ring {self.quorum_id}, connect: replica {self.next.replica_id}: {error}"
         self._break(_Broken(self.next.replica_id, "connect", reason, fatal=fatal))
 
-    def _spawn(self, work: Callable[[], None], name: str) -> None:
+    def spawn(self, work: Callable[[], None], name: str) -> None:
         def guarded() -> None:
             try:
                 work()
@@ -294,12 +277,12 @@ class Ring:
         thread.start()
 
     @property
-    def _suspect(self) -> ReplicaId | None:
+    def suspect(self) -> ReplicaId | None:
         return None if self.broken is None else self.broken.suspect
 
-    # --- connecting (the sender's thread) ---------------------------------------------------------------------
+    # --- the ring's own thread --------------------------------------------------------------------------------
 
-    def _connect_and_send(self, before: "Ring | None") -> None:
+    def _connect_and_move(self, before: "Ring | None") -> None:
         kept = Kept() if before is None else before.leave_links(self._connecting)
         try:
             send, receive = self._connecting.links(kept)
@@ -308,160 +291,30 @@ class Ring:
         except (OSError, KeepstepError) as error:
             self._blame_next(error)
             return
-        with self._lock:
+        with self.lock:
             self._kept = Kept(send, receive)
-        send.attach(self._wakes[0])
-        receive.attach(self._wakes[1])
+        fits = self.settings.native and NativeThread.fits(send, receive)
+        self._movement = (NativeThread if fits else TwoThreads)(self, send, receive)
         if self.broken is None:
             self.owner.tell(RingReady(self.quorum_id, (send is kept.send) + (receive is kept.receive)))
-        self._spawn(lambda: self._receive(receive, send), "receive")
-        self._send(send)
+        self._movement.run()
 
-    # --- sending ----------------------------------------------------------------------------------------------
+    def _interrupt(self) -> None:
+        self.wake.set()
+        if self._movement is not None:
+            self._movement.interrupt()
 
-    def _send(self, link: SendLink) -> None:
-        try:
-            while self.broken is None:
-                self._send_ready(link)
-                self._sender_waits = True
-                phase = self._send_ready(link)  # what came up before the receiver knew that we wait
-                if self.broken is None:
-                    self._awaits_credits = self._hungry
-                    link.wait(phase, self._hungry)
-                self._sender_waits = self._awaits_credits = False
-        except LinkError as error:
-            self._lost(error, self._to_send, self._to_receive)
-        with self._turn:
-            link.end_ring(self._suspect)
+    # --- what the movement tells ------------------------------------------------------------------------------
 
-    def _send_ready(self, link: SendLink) -> str:
-        """Sends whatever is complete and has a credit; returns the phase."""
-        with self._turn:
-            return self._send_all(link)
-
-    def _send_all(self, link: SendLink) -> str:
-        phase, self._hungry = "idle", False
-        while self.broken is None and (running := self._head(self._to_send)) is not None:
-            phase = self._send_some(running, link)
-            if not running.progress.sent_all:
-                break
-            with self._lock:
-                if self.broken is None:
-                    self._to_send.popleft()
-            self._side_done(running)
-        return phase
-
-    def _head(self, queue: "deque[_Running]") -> _Running | None:
-        with self._lock:
+    def head(self, queue: "deque[Running]") -> Running | None:
+        with self.lock:
             return queue[0] if queue else None
 
-    def _send_some(self, running: _Running, link: SendLink) -> str:
-        progress, buffer, phase = running.progress, running.buffer, "reduce-scatter"
-        while not progress.sent_all and self.broken is None:
-            send = progress.next_send()
-            if send is None:
-                break
-            if link.credits == 0:
-                link.take_credits(phase)
-            if link.credits == 0:
-                self._hungry = True
-                break
-            checksum = None if send.after is None else running.checksums.pop(send.after, None)
-            data = (buffer.input if send.after is None else buffer.output)(send.lo, send.hi)
-            if send.after is not None and not progress.receives[send.after].reduce:
-                phase = "all-gather"
-            link.send(running.seq, running.number, progress.sent, data, phase, checksum)
-            progress.on_sent()
-        return phase
-
-    # --- receiving --------------------------------------------------------------------------------------------
-
-    def _receive(self, link: ReceiveLink, out: SendLink) -> None:
-        try:
-            while self.broken is None:
-                running = self._head(self._to_receive)
-                if running is None:
-                    link.wait_for_work()
-                elif self._receive_all(running, link, out):
-                    with self._lock:
-                        if self.broken is None:
-                            self._to_receive.popleft()
-                    self._side_done(running)
-        except LinkError as error:
-            self._lost(error, self._to_receive, self._to_send)
-        link.end_ring(self._suspect)
-
-    def _receive_all(self, running: _Running, link: ReceiveLink, out: SendLink) -> bool:
-        """Every chunk of the exchange; False: the ring was broken meanwhile."""
-        progress, since = running.progress, time.monotonic()
-        link.expect_life_within(self.owner.silence.seconds)
-        progress.window = min(progress.window, link.window)
-        while not progress.received_all and self.broken is None:
-            expected = progress.next_receive()
-            phase = "reduce-scatter" if expected.reduce else "all-gather"
-            link.grant(progress.grant(), phase)
-            length = expected.hi - expected.lo
-            checksum = link.header(running.seq, running.number, progress.received, length, phase)
-            if checksum is None:
-                self._check_progress(since, phase)
-                continue
-            self.owner.fault("chunk", running.number)
-            self._take(running, expected, checksum, link, out)
-            since = time.monotonic()
-        return progress.received_all
-
-    def _take(self, running: _Running, chunk: Receive, checksum: int, link: ReceiveLink, out: SendLink) -> None:
-        """One chunk: adds it up or puts it in its place, and sees to it that it goes on."""
-        progress, buffer, phase = running.progress, running.buffer, "reduce-scatter" if chunk.reduce else "all-gather"
-        if chunk.reduce:
-            data = link.payload(chunk.hi - chunk.lo, checksum, phase)
-            if out.inline and not chunk.final and self._reduce_onwards(running, chunk, data, out):
-                return
-            buffer.reduce(chunk.lo, chunk.hi, data)
-        else:
-            link.payload_into(buffer.output(chunk.lo, chunk.hi), checksum, phase)
-            if checksum != NO_CHECKSUM:
-                running.checksums[progress.received] = checksum  # it goes on unchanged
-        progress.on_received()
-        if out.inline and self._turn.acquire(blocking=False):
-            try:
-                self._send_all(out)
-                if self._hungry and not self._awaits_credits:
-                    self._wakes[0].set()  # the sender shall wait for credits, we wait for chunks
-            finally:
-                self._turn.release()
-        elif out.inline or self._sender_waits:
-            self._wakes[0].set()
-        if chunk.final:
-            buffer.final(chunk.lo, chunk.hi)
-
-    def _reduce_onwards(self, running: _Running, chunk: Receive, data: memoryview, out: SendLink) -> bool:
-        """Adds a partial sum straight into the next link's slot, if that is the next thing to send and has a credit."""
-        if not self._turn.acquire(blocking=False):
-            return False
-        try:
-            if self._head(self._to_send) is not running or not running.progress.next_forwards_this:
-                return False
-            if out.credits == 0:
-                out.take_credits("reduce-scatter")
-            if out.credits == 0:
-                return False
-            progress, length = running.progress, chunk.hi - chunk.lo
-            running.buffer.reduce(chunk.lo, chunk.hi, data, out.slot(length))
-            progress.on_received()
-            out.announce(running.seq, running.number, progress.sent, length, "reduce-scatter")
-            progress.on_sent()
-            return True
-        finally:
-            self._turn.release()
-
-    def _check_progress(self, since: float, phase: str) -> None:
-        limit = self.owner.deadline.seconds
-        if time.monotonic() - since > limit:
-            raise LinkError(f"it is alive, but has sent nothing for {limit:.1f} s", phase, self.previous)
-
-    def _side_done(self, running: _Running) -> None:
-        with self._lock:
+    def side_done(self, queue: "deque[Running]", running: Running) -> None:
+        """Everything of an exchange in this queue has been sent, or received."""
+        with self.lock:
+            if self.broken is None:
+                queue.remove(running)
             running.sides_done += 1
             done = running.sides_done == 2 and self.broken is None
         if done:
@@ -469,11 +322,11 @@ class Ring:
             self._one_done(running.submitted)
 
     def _one_done(self, submitted: float) -> None:
-        with self._lock:
+        with self.lock:
             self._done += 1
             seq = self._seq if self._done == self._exchanges else None
             endless, since = self._exchanges == ENDLESS, self._first_submit
-            late = None if self._to_send or self._to_receive else self._late
+            late = None if self.to_send or self.to_receive else self._late
         if seq is not None or endless:
             took = time.monotonic() - (submitted if endless else since)
             self.owner.deadline.observe(took)

@@ -51,12 +51,12 @@ class Segment:
             pages = mmap.mmap(fd, wanted)
         finally:
             os.close(fd)
-        self._view = memoryview(pages)
+        self.view = memoryview(pages)
 
     def slot(self, chunk: int, length: int) -> memoryview:
         """Where chunk number `chunk` of the link lies."""
         at = chunk % SLOTS * self._size
-        return self._view[at : at + length]
+        return self.view[at : at + length]
 
 
 def offer(sock: socket.socket, shape: Shape) -> Segment:
@@ -97,11 +97,11 @@ class SharedSendLink(SendLink):
         self, peer: Peer, socks: Sequence[socket.socket], quorum_id: int, settings: LinkSettings, segment: Segment
     ) -> None:
         super().__init__(peer, socks, quorum_id, settings)
-        self._segment: Segment | None = segment
+        self.segment: Segment | None = segment
 
     def close(self) -> None:
         super().close()
-        self._segment = None  # unmapped once the last view of it is gone
+        self.segment = None  # unmapped once the last view of it is gone
 
     def send(
         self, seq: int, exchange: int, number: int, data: memoryview, phase: str, checksum: int | None = None
@@ -111,11 +111,11 @@ class SharedSendLink(SendLink):
         self.announce(seq, exchange, number, len(data), phase)
 
     def slot(self, length: int) -> memoryview:
-        assert self._segment is not None
-        return self._segment.slot(self._chunks, length)
+        assert self.segment is not None
+        return self.segment.slot(self.chunks, length)
 
     def announce(self, seq: int, exchange: int, number: int, length: int, phase: str) -> None:
-        self._chunks += 1
+        self.chunks += 1
         self.credits -= 1
         self._write(self.socks[0], [memoryview(HEADER.pack(self.quorum_id, seq, exchange, number, length, 0))], phase)
 
@@ -129,15 +129,15 @@ class SharedReceiveLink(ReceiveLink):
         self, peer: Peer, socks: Sequence[socket.socket], quorum_id: int, settings: LinkSettings, segment: Segment
     ) -> None:
         super().__init__(peer, socks, quorum_id, settings, chunk_bytes=0)
-        self._segment: Segment | None = segment
+        self.segment: Segment | None = segment
 
     def close(self) -> None:
         super().close()
-        self._segment = None  # unmapped once the last view of it is gone
+        self.segment = None  # unmapped once the last view of it is gone
 
     def payload(self, length: int, checksum: int, phase: str) -> memoryview:
-        assert self._segment is not None
-        return self._segment.slot(self._chunks - 1, length)
+        assert self.segment is not None
+        return self.segment.slot(self.chunks - 1, length)
 
     def payload_into(self, target: memoryview, checksum: int, phase: str) -> None:
         copy(target, self.payload(len(target), checksum, phase))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from keepstep.training.exchange_buffers import FlatBuffer, WireBuffer, wire_dtype_of
+from keepstep.training.exchange_buffers import Combine, FlatBuffer, WireBuffer, wire_dtype_of
 
 REDUCIBLE = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16,
@@ -19,21 +19,13 @@ REDUCIBLE = (
 )  # fmt: skip
 SMALL = 1 << 20  # bytes: smaller tensors of one call travel together
 
-Combine = Callable[..., torch.Tensor]
-
 
 class InPlace(FlatBuffer):
     """`ports.ExchangeBuffer` that combines one tensor with the others' by `combine(incoming, own, out=...)`."""
 
     def __init__(self, flat: torch.Tensor, combine: Combine, done: Callable[[], None]) -> None:
-        super().__init__(flat, flat)
-        self._combine, self.done = combine, done  # type: ignore[method-assign]
-
-    def reduce(self, lo: int, hi: int, received: memoryview, into: memoryview | None = None) -> None:
-        a, b, dtype = lo // self.itemsize, hi // self.itemsize, self.source.dtype
-        incoming = torch.frombuffer(received, dtype=dtype, count=b - a)
-        target = self.target[a:b] if into is None else torch.frombuffer(into, dtype=dtype, count=b - a)
-        self._combine(incoming, self.source[a:b], out=target)
+        super().__init__(flat, flat, combine)
+        self.done = done  # type: ignore[method-assign]
 
     def copy_through(self, lo: int, hi: int) -> None:
         pass

@@ -8,9 +8,14 @@ All members end with the same bits: the finished sum travels on unchanged, and e
 never written. Called from the engine's threads.
 """
 
+from collections.abc import Callable
+
 import torch
 
+from keepstep.ports import Addition
 from keepstep.protocol.errors import ConfigError
+
+Combine = Callable[..., torch.Tensor]
 
 
 def raw(flat: torch.Tensor) -> memoryview:
@@ -36,13 +41,20 @@ def exchange_buffer(
 
 
 class FlatBuffer:
-    """`ports.ExchangeBuffer` over two flat CPU tensors of one dtype."""
+    """`ports.ExchangeBuffer` over two flat CPU tensors of one dtype, combined by `combine(incoming, own, out=...)`."""
 
-    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.source, self.target = source, target
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, combine: Combine = torch.add) -> None:
+        self.source, self.target, self._combine = source, target, combine
         self.itemsize = source.element_size()
         self.nbytes = source.numel() * self.itemsize
         self._in, self._out = raw(source), raw(target)
+
+    @property
+    def addition(self) -> Addition | None:
+        """What the native movement must know to add by itself."""
+        if self._combine is not torch.add:
+            return None
+        return _addition(self.source.dtype, self.source, self.target)
 
     def input(self, lo: int, hi: int) -> memoryview:
         return self._in[lo:hi]
@@ -54,7 +66,7 @@ class FlatBuffer:
         a, b, dtype = lo // self.itemsize, hi // self.itemsize, self.source.dtype
         incoming = torch.frombuffer(received, dtype=dtype, count=b - a)
         target = self.target[a:b] if into is None else torch.frombuffer(into, dtype=dtype, count=b - a)
-        torch.add(incoming, self.source[a:b], out=target)
+        self._combine(incoming, self.source[a:b], out=target)
 
     def copy_through(self, lo: int, hi: int) -> None:
         a, b = lo // self.itemsize, hi // self.itemsize
@@ -79,6 +91,10 @@ class WireBuffer(FlatBuffer):
         self.nbytes = self.work.numel() * self.itemsize
         self._out = raw(self.work)
 
+    @property
+    def addition(self) -> Addition | None:
+        return _addition(self.work.dtype, self.source, self.work)
+
     def input(self, lo: int, hi: int) -> memoryview:
         """Converted into the place of the sum, which comes there later than this has reached the next member."""
         self.copy_through(lo, hi)
@@ -97,6 +113,11 @@ class WireBuffer(FlatBuffer):
     def final(self, lo: int, hi: int) -> None:
         a, b = lo // self.itemsize, hi // self.itemsize
         self.target[a:b].copy_(self.work[a:b])
+
+
+def _addition(travels: torch.dtype, source: torch.Tensor, output: torch.Tensor) -> Addition:
+    names = [str(dtype).removeprefix("torch.") for dtype in (travels, source.dtype)]
+    return Addition(travels=names[0], own=names[1], input=source.data_ptr(), output=output.data_ptr())
 
 
 def wire_add(incoming: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from keepstep.protocol.errors import ConfigError, ExchangeError
-from keepstep.training.collectives import REDUCIBLE, Combine, as_bytes, in_place, together
-from keepstep.training.exchange_buffers import raw
+from keepstep.training.collectives import REDUCIBLE, as_bytes, in_place, together
+from keepstep.training.exchange_buffers import Combine, raw
 from keepstep.training.group_membership import SEQ, FTARWork, Membership
 
 

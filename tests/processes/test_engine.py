@@ -14,30 +14,38 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from keepstep.ports import Addition
 from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq
 from keepstep.protocol.messages import Endpoint, Peer
 from keepstep.runtime.engine import Engine
 from keepstep.runtime.engine_events import EngineEvent, EngineSettings, RingBroken, RingReady, StepDone, StepFailed
 from keepstep.runtime.handshake import Identity, connect_hello, greet
 from keepstep.runtime.links import HEADER, LinkSettings
+from keepstep.runtime.native import NativeThread
 
 LINK = LinkSettings(silent_s=1.0, connect_s=2.0)
 SETTINGS = EngineSettings(chunk_bytes=1 << 12, window=2, link=LINK)
 KINDS = {
     "shm": SETTINGS,
+    "shm, in Python": replace(SETTINGS, native=False),
+    "tcp, in Python": replace(SETTINGS, native=False, link=replace(LINK, shared_memory=False)),
     "tcp": replace(SETTINGS, link=replace(LINK, shared_memory=False)),
     "tcp, 3 streams": replace(SETTINGS, link=replace(LINK, shared_memory=False, streams=3)),
     "tcp, two hosts": replace(SETTINGS, link=replace(LINK, shared_memory=False)),  # to 127.0.0.2: with checksums
     "mixed": SETTINGS,  # the first member shares no memory
+    "mixed, in Python": replace(SETTINGS, native=False),  # but the first, which has C and no shared memory
 }
 
 
 class Buffer:
     """`ports.ExchangeBuffer` over numpy."""
 
-    def __init__(self, values: np.ndarray) -> None:
+    def __init__(self, values: np.ndarray, plain: bool = True) -> None:
+        """`plain`: C may add it up."""
         self.source, self.target = values, np.zeros_like(values)
         self.itemsize, self.nbytes = values.itemsize, values.nbytes
+        where = (self.source.ctypes.data, self.target.ctypes.data)
+        self.addition = Addition(str(values.dtype), str(values.dtype), *where) if plain else None
 
     def input(self, lo: int, hi: int) -> memoryview:
         return memoryview(self.source.view(np.uint8))[lo:hi]
@@ -106,7 +114,7 @@ def some(count: int, kind: str) -> Iterator[list[Member]]:
     """Engines; once they are closed, nothing of them may be left."""
     threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     host = "127.0.0.2" if "two hosts" in kind else "127.0.0.1"
-    made = [Member(r, KINDS["tcp" if kind == "mixed" and r == 0 else kind], host) for r in range(count)]
+    made = [Member(r, KINDS["tcp" if "mixed" in kind and r == 0 else kind], host) for r in range(count)]
     yield made
     for member in made:
         member.engine.close()
@@ -130,7 +138,7 @@ def configure(members: list[Member], quorum: int) -> None:
 
 
 def exchange(members: list[Member], seq: int, quorum: int, arrays: list[list[np.ndarray]]) -> list[list[Buffer]]:
-    buffers = [[Buffer(a) for a in mine] for mine in arrays]
+    buffers = [[Buffer(a, plain=i % 2 == 0) for i, a in enumerate(mine)] for mine in arrays]
     for member, mine in zip(members, buffers, strict=True):
         member.engine.begin(Seq(seq), QuorumId(quorum), len(mine))
         for number, buffer in enumerate(mine):
@@ -300,7 +308,7 @@ def test_garbage_on_the_port_hurts_nobody(members: list[Member]) -> None:
 def test_a_failing_reduction_is_fatal(members: list[Member], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "keepstep")  # a record of the traceback would keep the shared memory
     configure(members[:2], 1)
-    buffer = Buffer(np.ones(1000, np.float32))
+    buffer = Buffer(np.ones(1000, np.float32), plain=False)
     buffer.reduce = lambda *_: 1 / 0  # type: ignore[assignment]
     for member, mine in zip(members[:2], (buffer, Buffer(np.ones(1000, np.float32))), strict=True):
         member.engine.begin(Seq(1), QuorumId(1), 1)
@@ -394,19 +402,23 @@ def test_members_that_are_told_at_different_times(four: list[Member]) -> None:
 
 @pytest.mark.parametrize("quietly", [True, False])
 def test_a_member_that_is_through_may_leave_before_the_others_are(members: list[Member], quietly: bool) -> None:
-    """0 -> 1 -> 2 -> 0. The last chunk that 0 gets goes no further: 1 is done, and leaves, while 0 still is not."""
+    """0 -> 1 -> 2 -> 0. The last chunk that 0 gets goes no further: 1 is done, and leaves, while 0 still is not.
+
+    The chunk is held up in 2 where that holds up its sending, so that 0 waits for it; else in 0.
+    """
     configure(members, 1)
     kept(members)
     arrays = numbers(3, sizes=(300,))
-    buffers = [Buffer(mine[0]) for mine in arrays]
+    buffers = [Buffer(mine[0], plain=False) for mine in arrays]
     gate, reached = threading.Event(), threading.Event()
+    native = [isinstance(m.engine._ring._movement, NativeThread) for m in members]  # type: ignore[union-attr]
 
     def held(lo: int, hi: int) -> None:
         if hi == buffers[0].nbytes:  # segment 2
             reached.set()
             assert gate.wait(20)
 
-    buffers[0].final = held  # type: ignore[method-assign]
+    buffers[2 if native[2] else 0].final = held  # type: ignore[method-assign]
     for member, buffer in zip(members, buffers, strict=True):
         member.engine.begin(Seq(1), QuorumId(1), 1)
         member.engine.submit(Seq(1), 0, buffer)
@@ -418,7 +430,8 @@ def test_a_member_that_is_through_may_leave_before_the_others_are(members: list[
         members[1].engine.close()
     ring = members[0].engine._ring
     assert ring is not None
-    deadline = time.monotonic() + (0.3 if quietly else 20)  # an end that is told is only read by who waits for credits
+    # An end that is told is only read by who waits for credits; and who is held up in C reads nothing.
+    deadline = time.monotonic() + (0.3 if quietly or native == [True, False, False] else 20)
     while ring._late is None and ring.broken is None and time.monotonic() < deadline:
         gate.wait(0.01)
     assert ring.broken is None, "the ring was broken under an exchange that did not need the link"
@@ -451,7 +464,7 @@ def test_no_more_than_a_window_is_in_flight(members: list[Member]) -> None:
     configure([a, b], 1)
     kept([a, b])
     arrays = numbers(2, sizes=(50_000,))
-    buffers = [Buffer(mine[0]) for mine in arrays]
+    buffers = [Buffer(mine[0], plain=False) for mine in arrays]
     gate, reached, add = threading.Event(), threading.Event(), buffers[1].reduce
 
     def held(lo: int, hi: int, received: memoryview, into: memoryview | None = None) -> None:
@@ -464,37 +477,45 @@ def test_no_more_than_a_window_is_in_flight(members: list[Member]) -> None:
         member.engine.begin(Seq(1), QuorumId(1), 1)
         member.engine.submit(Seq(1), 0, buffer)
     assert reached.wait(20)
-    link = a.engine._ring._kept.send  # type: ignore[union-attr]
-    assert link is not None
+    movement = a.engine._ring._movement  # type: ignore[union-attr]
+    assert movement is not None
     deadline = time.monotonic() + 20
-    while link._chunks < SETTINGS.window and time.monotonic() < deadline:
+    while movement.chunks_sent < SETTINGS.window and time.monotonic() < deadline:
         gate.wait(0.01)
     gate.wait(0.1)
-    assert link._chunks == SETTINGS.window, "chunks sent while none was taken"
+    assert movement.chunks_sent == SETTINGS.window, "chunks sent while none was taken"
     gate.set()
     for member in (a, b):
         member.next(StepDone)
     check([[buffer] for buffer in buffers], arrays)
 
 
-def test_a_frozen_member_is_noticed_within_the_time_that_experience_allows() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_a_frozen_member_is_noticed_within_the_time_that_experience_allows(native: bool) -> None:
     """Silence is judged by the recent steps: here they take milliseconds, so the floor holds, not the ceiling."""
-    settings = replace(SETTINGS, link=replace(LINK, silent_floor_s=0.3, silent_s=60.0))
+    settings = replace(SETTINGS, native=native, link=replace(LINK, silent_floor_s=0.3, silent_s=60.0))
     members = [Member(r, settings) for r in range(2)]
+    thaw = threading.Event()
     try:
         configure(members, 1)
         kept(members)
         steps(members, 1, 1)
         a, b = members
-        a.engine.begin(Seq(2), QuorumId(1), 1)
-        a.engine.submit(Seq(2), 0, Buffer(np.ones(100_000, np.float32)))
-        b.engine._ring._turn.acquire()  # type: ignore[union-attr]  # its sender stands still, as in a frozen process
+        frozen = Buffer(np.ones(100_000, np.float32), plain=False)
+        frozen.reduce = lambda *_: thaw.wait(20)  # type: ignore[assignment, method-assign, return-value]
+        for member, buffer in ((a, Buffer(np.ones(100_000, np.float32))), (b, frozen)):
+            member.engine.begin(Seq(2), QuorumId(1), 1)
+            if not native:  # the sender is another thread than that which reduces
+                b.engine._ring._movement.turn.acquire(blocking=False)  # type: ignore[union-attr]
+            member.engine.submit(Seq(2), 0, buffer)
         began = time.monotonic()
         failed = a.next(StepFailed)
         assert isinstance(failed, StepFailed)
         assert (failed.suspect, "silent for 0.3 s" in failed.reason) == (1, True)
         assert time.monotonic() - began < 20
-        b.engine._ring._turn.release()  # type: ignore[union-attr]
     finally:
+        thaw.set()
+        if not native:
+            b.engine._ring._movement.turn.release()  # type: ignore[union-attr]
         for member in members:
             member.engine.close()

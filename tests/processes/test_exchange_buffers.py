@@ -1,6 +1,7 @@
 """Every dtype that a gradient has, and every dtype that it may travel in, around real rings: exact, equal, repeatable."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,9 +18,13 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WIRES = (None, torch.bfloat16, torch.float16, torch.float32)
 
 
-@pytest.fixture(scope="module")
-def members() -> Iterator[list[Member]]:
-    made = [Member(r) for r in range(3)]
+@pytest.fixture(scope="module", params=["native", "in Python", "both", "native, two hosts"])
+def members(request: pytest.FixtureRequest) -> Iterator[list[Member]]:
+    """Rings that must all give the bits of the reference, whoever moves the chunks."""
+    in_python = {"in Python": {0, 1, 2}, "both": {1}}.get(request.param, set())
+    host = "127.0.0.2" if "two hosts" in request.param else "127.0.0.1"  # chunks have checksums
+    elsewhere = replace(SETTINGS, link=replace(SETTINGS.link, shared_memory="two hosts" not in request.param))
+    made = [Member(r, replace(elsewhere, native=r not in in_python), host) for r in range(3)]
     configure(made, 1)
     yield made
     for member in made:
@@ -62,6 +67,16 @@ def test_sums_have_the_bits_of_the_reference(
     for mine in outputs:
         assert bits(mine) == bits(expected)
     assert bits(around(members, inputs, wire)[0]) == bits(expected), "a second run has other bits"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_sums_of_integers_wrap_as_in_torch(members: list[Member], dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    info = torch.iinfo(dtype)
+    inputs = [[torch.randint(info.min // 2, info.max, (n,), dtype=dtype) for n in SIZES] for _ in members]
+    expected = [inputs[0][i] + inputs[1][i] + inputs[2][i] for i in range(len(SIZES))]
+    for mine in around(members, inputs, None):
+        assert bits(mine) == bits(expected)
 
 
 def test_sixteen_bits_are_added_up_in_float32(members: list[Member]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.protocol.errors import LocalProtocolError
+from keepstep.protocol.errors import ConfigError, LocalProtocolError
 from keepstep.protocol.exchange import Deadline, Exchange
 from keepstep.protocol.ring import Shape, reduction_order, rounds, schedule, segment
 
@@ -71,7 +71,7 @@ def test_bytes_on_the_wire_are_optimal() -> None:
 
 def test_a_bad_shape_is_refused() -> None:
     for chunk, window in ((8, 1), (24, 1), (16, 0)):
-        with pytest.raises(ValueError, match="chunk_bytes"):
+        with pytest.raises(ConfigError, match="chunk_bytes"):
             Shape(chunk, window)
 
 
