@@ -31,7 +31,9 @@ def run(
     ranks_per_replica: Annotated[int, typer.Option(help="processes that share one copy")] = 1,
     run_dir: Annotated[Path | None, typer.Option(help="where logs and events go [default: runs/SCRIPT-TIME]")] = None,
     job: Annotated[str | None, typer.Option(help="the job's name in the store [default: made up]")] = None,
-    store: Annotated[str | None, typer.Option(help="etcd://HOST:PORT of an etcd to use [default: start one]")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="etcd://HOST:PORT[,HOST:PORT...] of an etcd to use [default: start one]")
+    ] = None,
     token_file: Annotated[Path | None, typer.Option(help="file with the job's secret [default: made up]")] = None,
     min_replicas: Annotated[int, typer.Option(help="wait when fewer could train")] = 1,
     max_restarts: Annotated[int, typer.Option(help="of one replica")] = 20,

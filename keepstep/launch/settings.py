@@ -67,7 +67,7 @@ class LaunchSettings:
         if not script.is_file():
             raise ConfigError(f"there is no script {script}: name an existing Python file")
         if store is not None:
-            from keepstep.runtime.etcd import parse_url
+            from keepstep.runtime.etcd_members import parse_url
 
             parse_url(store)
         for fault in Faults.check("\n".join(faults)):

@@ -31,6 +31,7 @@ from keepstep.protocol.errors import ConfigError, JobMismatch, RemoteProtocolErr
 from keepstep.protocol.ids import Incarnation, ReplicaId
 from keepstep.protocol.messages import Decision, Endpoint, Report
 from keepstep.runtime.etcd_lease import CALL_S, Lease
+from keepstep.runtime.etcd_members import WITH_A_LEADER, Members, is_away
 from keepstep.runtime.etcd_view import Reading, StoreView
 from keepstep.runtime.wire import decode, encode
 
@@ -40,13 +41,6 @@ T = TypeVar("T")
 BACK_OFF_S = 0.1
 QUIET_S = 2.0  # a watch that brought nothing for so long is asked for a sign of life ...
 ANSWER_S = 3.0  # ... and given up without one after this
-CHANNEL = {
-    "grpc.max_receive_message_length": 64 << 20,
-    "grpc.max_reconnect_backoff_ms": 200,
-    "grpc.keepalive_time_ms": 10_000,  # a host that vanished never closes its connection; etcd refuses less than 5 s
-    "grpc.keepalive_timeout_ms": 5_000,
-    "grpc.enable_http_proxy": 0,  # the store is a neighbour, whatever http_proxy says
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,22 +65,13 @@ _FIELDS = {
 }
 
 
-def parse_url(url: str) -> tuple[str, int]:
-    """(host, port) of etcd://HOST:PORT. Raises ConfigError."""
-    scheme, _, rest = url.partition("://")
-    host, _, port = rest.rstrip("/").rpartition(":")
-    if scheme != "etcd" or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"the store's address must look like etcd://HOST:2379, got {url!r}")
-    return host.strip("[]"), int(port)
-
-
 class EtcdStore:
     """One process's connection to the store of one job. Use `open`."""
 
-    def __init__(self, client: Any, job: str, lease_s: float) -> None:
-        self.client, self.job = client, job
+    def __init__(self, members: Members, job: str, lease_s: float) -> None:
+        self._members, self.job = members, job
         self._root = f"keepstep/{job}/".encode()
-        self._lease = Lease(client, self.call, lease_s)
+        self._lease = Lease(lambda: self.client, self.call, lease_s)
         self._endpoints: dict[tuple[ReplicaId, Incarnation], tuple[Endpoint, ...]] = {}
         self._watch: asyncio.Task[None] | None = None
         self._reading = Reading(self._root)
@@ -95,17 +80,21 @@ class EtcdStore:
     @staticmethod
     async def open(url: str, job: str, *, lease_s: float = 2.0, timeout: float = 10.0) -> "EtcdStore":
         """Connects. Raises ConfigError for a bad address, StoreError if nobody answers within `timeout` seconds."""
-        host, port = parse_url(url)
+        members = Members(url)
         if not job or "/" in job:
             raise ConfigError(f"a job's name must be one word without a slash, got {job!r}")
-        client = aetcd.Client(host=f"[{host}]" if ":" in host else host, port=port, options=CHANNEL)
-        store = EtcdStore(client, job, lease_s)
+        store = EtcdStore(members, job, lease_s)
         try:
-            await store._reach(f"{host}:{port}", timeout)
+            await store._reach(members.names, timeout)
         except BaseException:
             await store.close()
             raise
         return store
+
+    @property
+    def client(self) -> Any:
+        """aetcd's, of the member that is talked to now."""
+        return self._members.client
 
     async def _reach(self, address: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -133,19 +122,23 @@ class EtcdStore:
         except (StoreError, TimeoutError) as error:
             log.debug("the lease runs out by itself: %s", error)
         self._closed = True
-        await self.client.close()
+        await self._members.close()
 
     async def call(self, work: Coroutine[Any, Any, T], *, timeout: float = CALL_S) -> T:
         """Awaits an etcd call; whatever goes wrong becomes a StoreError."""
         if self._closed:
             work.close()
             raise StoreError("the connection to the store is closed")
+        client = self.client
         try:
             async with asyncio.timeout(timeout):  # not wait_for: that of Python 3.11 can swallow a cancellation
                 return await work
         except TimeoutError:
+            self._members.leave(client)
             raise StoreError(f"etcd did not answer within {timeout:g} s") from None
         except (aetcd.ClientError, rpc.RpcError, rpc.BaseError) as error:
+            if is_away(error):
+                self._members.leave(client)
             raise StoreError(f"etcd: {error}") from None
 
     # --- the job as a whole -----------------------------------------------------------------------------------
@@ -287,8 +280,9 @@ class EtcdStore:
 
     async def _stream(self, revision: int, tell: Callable[[], None]) -> None:
         """Follows what happens after `revision`; one `tell` for all events that come together. Returns by an error only."""
-        await self.call(self.client.connect())
-        stream = rpc.WatchStub(self.client.channel).Watch()
+        client = self.client
+        await self.call(client.connect())
+        stream = rpc.WatchStub(client.channel).Watch(metadata=WITH_A_LEADER)
         end = self._root[:-1] + bytes([self._root[-1] + 1])
         reading: asyncio.Future[Any] | None = None
         try:
@@ -300,6 +294,7 @@ class EtcdStore:
                     sign = rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
                     await self.call(stream.write(sign), timeout=ANSWER_S)
                     if not (await asyncio.wait({reading}, timeout=ANSWER_S))[0]:
+                        self._members.leave(client)
                         raise StoreError("the watch is silent")
                 response = reading.result()
                 if not isinstance(response, rpc.WatchResponse) or response.canceled:

@@ -7,7 +7,7 @@ Fails: StoreError from `call`; what was not written then is written by the next 
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from keepstep.protocol.errors import StoreError
@@ -27,7 +27,8 @@ class Call(Protocol):
 class Lease:
     """A lease that is kept alive. If it was lost, another is granted, and everything is written again under it."""
 
-    def __init__(self, client: Any, call: Call, seconds: float) -> None:
+    def __init__(self, client: Callable[[], Any], call: Call, seconds: float) -> None:
+        """`client`: aetcd's, of the member that is talked to now."""
         self._client, self._call, self._seconds = client, call, seconds
         self._wanted: dict[bytes, bytes | None] = {}  # the newest value of each key; None: it must not be there
         self._written: dict[bytes, bytes] = {}  # what is there for certain, under the lease of now
@@ -62,7 +63,7 @@ class Lease:
             lease = self._id
             self._lost()
             if lease is not None:
-                await self._call(self._client.revoke_lease(lease))
+                await self._call(self._client().revoke_lease(lease))
 
     async def _flush(self) -> dict[bytes, bytes]:
         """Writes what is not written yet. Returns the exclusive keys that another process holds, with its values."""
@@ -78,7 +79,7 @@ class Lease:
         raise AssertionError("unreachable")
 
     async def _write_all(self, lease: int) -> dict[bytes, bytes]:
-        client, refused = self._client, {}
+        client, refused = self._client(), {}
         for key, value in list(self._wanted.items()):
             if value is None:
                 await self._call(client.delete(key))
@@ -98,7 +99,7 @@ class Lease:
         return refused
 
     async def _create(self, key: bytes, value: bytes, lease: int) -> bytes | None:
-        client = self._client
+        client = self._client()
         done, got = await self._call(
             client.transaction(
                 compare=[client.transactions.version(key) == 0],
@@ -112,7 +113,7 @@ class Lease:
 
     async def _granted(self) -> int:
         if self._id is None:
-            lease = await self._call(self._client.lease(max(1, round(self._seconds))))
+            lease = await self._call(self._client().lease(max(1, round(self._seconds))))
             self._id = int(lease.id)
             if self._task is None:
                 self._task = asyncio.get_running_loop().create_task(self._keep_alive())
@@ -137,7 +138,7 @@ class Lease:
     async def _refresh(self) -> None:
         if self._id is None:
             return
-        reply = await self._call(self._client.refresh_lease(self._id), timeout=min(self._seconds, CALL_S))
+        reply = await self._call(self._client().refresh_lease(self._id), timeout=min(self._seconds, CALL_S))
         if reply is None or reply.TTL <= 0:
             log.warning("the store had given up on this process for a while; it reports again")
             self._lost()

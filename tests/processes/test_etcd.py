@@ -18,7 +18,8 @@ from keepstep.protocol.errors import ConfigError, JobMismatch, StoreError
 from keepstep.protocol.ids import FIRST_UNIT, Incarnation, QuorumId, ReplicaId, Seq, Step
 from keepstep.protocol.messages import Decision, Endpoint, Kind, LedgerState, Report
 from keepstep.runtime import etcd as etcd_module
-from keepstep.runtime.etcd import EtcdStore, JobRecord, parse_url
+from keepstep.runtime.etcd import EtcdStore, JobRecord
+from keepstep.runtime.etcd_members import parse_url
 from keepstep.runtime.etcd_server import EmbeddedEtcd
 from keepstep.runtime.etcd_view import Reading, StoreView
 
@@ -449,8 +450,9 @@ def test_nobody_there_is_a_sentence() -> None:
 
 
 def test_addresses() -> None:
-    assert parse_url("etcd://10.0.0.1:2379/") == ("10.0.0.1", 2379)
-    assert parse_url("etcd://[::1]:2379") == ("::1", 2379)
+    assert parse_url("etcd://10.0.0.1:2379/") == (("10.0.0.1", 2379),)
+    assert parse_url("etcd://[::1]:2379") == (("::1", 2379),)
+    assert parse_url("etcd://a:1,[::1]:2,c:3") == (("a", 1), ("::1", 2), ("c", 3))
 
 
 # --- the embedded server -----------------------------------------------------------------------------------------
