@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from keepstep.protocol import ledger as ledgers
 from keepstep.protocol.errors import JobMismatch, LocalProtocolError
-from keepstep.protocol.ids import NO_DECISION, Incarnation, QuorumId, Rank, ReplicaId, Step, UnitId
+from keepstep.protocol.ids import NO_DECISION, Incarnation, QuorumId, Rank, ReplicaId, Seq, Step, UnitId
 from keepstep.protocol.messages import (
     Abort,
     Decision,
@@ -130,6 +130,11 @@ class LeaderMachine:
         self._held_units: tuple[UnitId, ...] = ()
         self._quorum_id: QuorumId | None = None
         self._broken = False  # a link of ring `_quorum_id` failed
+
+    @property
+    def last_seen(self) -> Seq:
+        """The newest decision that was read from the store."""
+        return self._last_seen
 
     # --- what the quorum says ---------------------------------------------------------------------------------
 

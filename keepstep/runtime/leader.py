@@ -7,8 +7,8 @@ machine needs no lock. Three tasks besides the callbacks:
   * the *reporter* writes the newest report, retrying while the store is away: an older one that was not written is moot;
   * whoever sees a change of the store computes `decide` and tries to publish; the compare-and-swap lets one win.
 
-Fails: a machine that refuses (ConfigError, broken invariant), a Halt, a store that refuses us, or a bug in any callback end the
-rank through `on_fatal`; an unreachable store only makes the replica wait, with a log line that says so.
+Fails: a machine that refuses (ConfigError, broken invariant), a Halt, a store that refuses us or has forgotten decisions, or a
+bug in any callback end the rank through `on_fatal`; an unreachable store only makes the replica wait, and a log line says so.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from keepstep.protocol import quorum
 from keepstep.protocol.errors import JobMismatch, NoStateLeft, StoreError
-from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
+from keepstep.protocol.ids import NO_DECISION, Incarnation, Rank, ReplicaId
 from keepstep.protocol.messages import (
     Decided,
     Decision,
@@ -149,6 +149,12 @@ class LeaderShell:
     def _on_view(self, view: StoreView) -> None:
         if self._closed:
             return
+        if view.connected and self.machine.last_seen > (NO_DECISION if view.last is None else view.last.seq):
+            # A new decision could get the number of one that somebody has completed: two histories. Nobody can tell any more.
+            raise NoStateLeft(
+                f"the store has lost the job's history: it knew decision {self.machine.last_seen}, and now "
+                f"{'none' if view.last is None else view.last.seq}; was its data deleted, or an old copy brought back?"
+            )
         self._view = view
         if view.last is not None:
             self._carry_out(self.machine.on_decision(view.last))
