@@ -26,15 +26,15 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVarTuple
 
+from keepstep.launch.etcd_keeper import EtcdKeeper
 from keepstep.launch.orphans import Guard, reap
 from keepstep.launch.processes import Life, how_it_ended, start_cold
 from keepstep.launch.restarts import GiveUp, History
 from keepstep.launch.settings import LaunchSettings
 from keepstep.launch.zygote import Zygote, ZygoteError
-from keepstep.protocol.errors import EX_CONFIG, EX_NO_RESTART, EX_REPLICA_LOST, ConfigError, StoreError
+from keepstep.protocol.errors import EX_CONFIG, EX_NO_RESTART, EX_REPLICA_LOST, StoreError
 from keepstep.protocol.ids import ReplicaId
 from keepstep.runtime.etcd import EtcdStore, JobRecord
-from keepstep.runtime.etcd_server import EmbeddedEtcd
 from keepstep.runtime.event_log import EventLog
 from keepstep.version import __version__
 
@@ -68,7 +68,7 @@ class Launcher:
         self.settings = settings
         self.replicas = [Replica(i, History(settings.max_restarts)) for i in range(settings.replicas)]
         self._events = EventLog(settings.run_dir / "events" / "launcher.jsonl", {})
-        self._etcd: EmbeddedEtcd | None = None
+        self._etcd: EtcdKeeper | None = None
         self._store: EtcdStore | None = None
         self._guard: Guard | None = None
         self._zygote: Zygote | None = None
@@ -126,9 +126,14 @@ class Launcher:
             file.write(token)
         url = settings.store
         if url is None:
-            self._etcd = EmbeddedEtcd(settings.run_dir / "etcd", settings.run_dir / "logs" / "etcd.log")
+            self._etcd = EtcdKeeper(
+                settings.run_dir,
+                say=self._say,
+                on_end=lambda code: self._events.emit("etcd", {"code": code}),
+                give_up=lambda: self._end(1),
+                guarded=self._guarded,
+            )
             url = self._etcd.start()
-            self._watch_etcd()
         self._store = await EtcdStore.open(url, settings.job, lease_s=5.0)
         await self._store.claim_launcher(
             f"pid {os.getpid()} on {os.uname().nodename}, run directory {settings.run_dir}"
@@ -143,27 +148,6 @@ class Launcher:
         )
         await self._store.claim_job(record)
         self._env = settings.environment(os.environ, url, self._token_file)
-
-    def _watch_etcd(self) -> None:
-        assert self._etcd is not None
-        loop, pidfd = asyncio.get_running_loop(), os.pidfd_open(self._etcd.pid)
-
-        def ended() -> None:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-            if self._stopping or self._etcd is None:
-                return
-            self._say(f"the embedded etcd ended with code {self._etcd.poll()}: starting it again")
-            self._events.emit("etcd", {"code": self._etcd.poll()})
-            try:
-                self._etcd.start()
-            except (StoreError, ConfigError) as error:
-                self._say(str(error))
-                self._end(1)
-            else:
-                self._watch_etcd()
-
-        loop.add_reader(pidfd, self._guarded, ended)
 
     def _start(self, replica: Replica) -> None:
         if self._stopping or replica.over:
@@ -282,7 +266,13 @@ class Launcher:
             self._check_end()
         elif code == 0:
             script = self.settings.script.name
-            self._config_error(replica, f"{script} ended without training: does it use keepstep.join()?")
+            trained = self._has(life, b'"event": "commit"')
+            self._config_error(
+                replica,
+                f"{script} ended with exit code 0 before the job did: let it train until keepstep.Training is through"
+                if trained
+                else f"{script} ended without training: does it use keepstep.join()?",
+            )
         elif code == EX_CONFIG:
             self._config_error(replica, life.cause.removeprefix("keepstep: "))
         elif code == EX_NO_RESTART:
