@@ -54,4 +54,4 @@ elif what == "never joins":
 elif what == "never trains":
     with keepstep.join():
         sys.exit(0)
-train_tiny.main()
+train_tiny.main(train_tiny.arguments().parse_args())

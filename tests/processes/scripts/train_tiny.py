@@ -4,7 +4,9 @@ import argparse
 import hashlib
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -46,8 +48,14 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    args = arguments().parse_args()
+def main(
+    args: argparse.Namespace,
+    *,
+    data: Any = None,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    in_step: Callable[[keepstep.Step], None] = lambda step: None,
+) -> None:
+    """`in_step` is called between backward and commit."""
     with keepstep.join() as job:
         torch.set_num_threads(1)
         model = build(args.seed, args.width)
@@ -56,12 +64,12 @@ def main() -> None:
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
             )
             fully_shard(model, mesh=job.mesh, mp_policy=mixed if args.mixed else MixedPrecisionPolicy())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = make_optimizer(model.parameters(), lr=0.01)
         training = keepstep.Training(
             job,
             model,
             optimizer,
-            data=dataset(args.length),
+            data=dataset(args.length) if data is None else data,
             unit_size=args.unit_size,
             epochs=args.epochs,
             max_steps=args.steps,
@@ -80,6 +88,7 @@ def main() -> None:
             for x, y in step.micro_batches:
                 pretend.wait(args.step_seconds / args.accumulate)
                 step.backward(torch.nn.functional.mse_loss(model(x).float(), y))
+            in_step(step)
             step.commit()
         note_parameters(job, model)
 
@@ -97,4 +106,4 @@ def note_parameters(job: keepstep.Job, model: torch.nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments().parse_args())
