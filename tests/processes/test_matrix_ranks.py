@@ -1,0 +1,183 @@
+"""Ranks that freeze, crash, hang or eat all memory: the other replicas go on, this one comes back, the bits are the same.
+
+Docs: docs/faults.md. The bounds on time only guard against hanging.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+from jobs import Result, wait_until
+from matrix import FAULTY, Job
+
+STEPS = ("--steps", "120", "--step-seconds", "0.05")
+LONG = ("--steps", "260", "--step-seconds", "0.05")
+
+
+def one_died(job: Job, result: Result, code: int, *, rank: int = 0) -> None:
+    """Replica 1 lost `rank` once, with this code, and came back; the others did not notice more than that."""
+    job.same_bits(result)
+    exits = [e for e in result.of("exit") if e["replica"] == 1 and e["life"] == 1]
+    assert (rank, code) in [(e["rank"], e["code"]) for e in exits], exits
+    assert [job.lives(r) for r in range(3)] == [1, 2, 1]
+    assert 2 in [len(d["members"]) for d in result.committed()], "the others went on without it"
+    assert [m["role"] for m in result.committed()[-1]["members"]] == ["worker"] * 3, "it came back"
+
+
+# --- frozen ------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_freezes_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    """For less than silence is allowed (1.5 s), and so for less than its lease (2 s)."""
+    with Job(tmp_path, args=STEPS) as job:
+        job.until_step(10)
+        frozen = job.rank(1)
+        frozen.suspend()
+        job.stays(0.8)
+        frozen.resume()
+        result = job.finish()
+    job.same_bits(result)
+    assert [job.lives(r) for r in range(3)] == [1, 1, 1]
+    assert {len(d["members"]) for d in result.committed()} == {3}, "nobody was left out"
+    assert not result.of("retry")
+
+
+@pytest.mark.faults
+def test_a_replica_that_freezes_for_longer_than_its_lease_is_left_out_and_comes_back(tmp_path: Path) -> None:
+    """In the same life: nobody but the quorum has given it up. What it was about to commit is not merged (I4)."""
+    with Job(tmp_path, args=LONG) as job:
+        job.until_step(10)
+        frozen, at = job.rank(1), time.monotonic()
+        frozen.suspend()
+        job.wait(lambda: [d for d in job.of("decision") if d["mono"] > at and len(d["members"]) == 2], 20)
+        job.goes_on(20)
+        frozen.resume()
+        job.until_step(job.last_step(), replica=1, seconds=30)
+        result = job.finish()
+    job.same_bits(result)
+    assert [job.lives(r) for r in range(3)] == [1, 1, 1]
+    assert [m["role"] for m in result.committed()[-1]["members"]] == ["worker"] * 3
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("rank", [0, 1], ids=["leader", "other"])
+def test_a_frozen_rank_of_two_is_given_up_by_the_other_and_replaced(tmp_path: Path, rank: int) -> None:
+    """The other rank of its replica misses it after 10 s, hangs in a collective for 10 s more, and ends (75); 5 s later the
+    launcher kills the frozen one. Meanwhile the other replica goes on."""
+    args = ("--steps", "600", "--step-seconds", "0.05")
+    with Job(tmp_path, "--ranks-per-replica", "2", replicas=2, args=args) as job:
+        job.until_step(10)
+        job.rank(1, rank).suspend()
+        job.goes_on(100)
+        job.wait(lambda: job.lives(1) == 2, 40)
+        result = job.finish()
+    job.same_bits(result)
+    exits = {e["rank"]: e["code"] for e in result.of("exit") if e["replica"] == 1 and e["life"] == 1}
+    assert exits == {rank: -9, 1 - rank: 75}
+    assert [job.lives(r) for r in range(2)] == [1, 2]
+    assert [m["role"] for m in result.committed()[-1]["members"]] == ["worker"] * 2, "it came back"
+
+
+@pytest.mark.faults
+def test_the_launcher_freezes_while_a_rank_dies(tmp_path: Path) -> None:
+    """For longer than its lease (5 s). The others need it only for the replica's next life, which begins when it thaws."""
+    with Job(tmp_path, args=LONG) as job:
+        job.until_step(10)
+        launcher = psutil.Process(job.process.pid)
+        launcher.suspend()
+        job.rank(1).kill()
+        job.goes_on(100)
+        assert job.lives(1) == 1
+        launcher.resume()
+        result = job.finish()
+    one_died(job, result, -signal.SIGKILL)
+
+
+# --- killed ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGABRT], ids=["SIGTERM", "SIGABRT"])
+def test_a_rank_that_a_signal_ends(tmp_path: Path, how: signal.Signals) -> None:
+    """SIGTERM is no wish to end the job: that goes to the launcher."""
+    with Job(tmp_path, args=STEPS) as job:
+        job.until_step(10)
+        job.rank(1).send_signal(how)
+        result = job.finish()
+    one_died(job, result, -how)
+    assert f"replica 1 rank 0 was killed by {how.name}; the other replicas go on" in result.output
+
+
+@pytest.mark.faults
+def test_a_rank_that_crashes_in_native_code(tmp_path: Path) -> None:
+    job, result = with_fault(tmp_path, "segv")
+    one_died(job, result, -signal.SIGSEGV)
+    assert "replica 1 rank 0 was killed by SIGSEGV" in result.output
+
+
+def with_fault(tmp_path: Path, what: str, *more: str, steps: tuple[str, ...] = STEPS) -> tuple[Job, Result]:
+    with Job(tmp_path, script=FAULTY, args=("--what", what, *more, *steps)) as job:
+        return job, job.finish()
+
+
+# --- hanging -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+def test_a_thread_that_holds_the_interpreter_lock(tmp_path: Path) -> None:
+    """20 s in which no Python of the rank runs: as if it were frozen. K = 1, so nobody gives it up."""
+    job, result = with_fault(tmp_path, "hold the interpreter lock", steps=("--steps", "600", "--step-seconds", "0.05"))
+    job.same_bits(result)
+    assert [job.lives(r) for r in range(3)] == [1, 1, 1]
+    sizes = [len(d["members"]) for d in result.committed()]
+    assert 2 in sizes, "the others went on without it"
+    assert [m["role"] for m in result.committed()[-1]["members"]] == ["worker"] * 3, "it came back"
+    stop = max(gap for gap in gaps(result, replica=0))
+    assert stop < 8.0, f"the others stood still for {stop:.1f} s"
+
+
+def gaps(result: Result, *, replica: int) -> list[float]:
+    """The times between a replica's commits."""
+    times = [e["mono"] for e in result.of("commit") if e["replica"] == replica]
+    return [b - a for a, b in pairwise(times)]
+
+
+# --- out of memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+def test_a_rank_that_gets_no_more_memory(tmp_path: Path) -> None:
+    """RLIMIT_AS: an exception in the script, which ends the rank as any other does."""
+    job, result = with_fault(tmp_path, "no memory")
+    one_died(job, result, 1)
+    assert "MemoryError" in result.output
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A memory cgroup (v1 or v2) with a small limit."""
+    root, limit = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+    if not root.exists():
+        root, limit = Path("/sys/fs/cgroup"), "memory.max"
+    group = root / f"keepstep-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(64 << 20))
+    except OSError as error:
+        if group.exists():
+            group.rmdir()
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield group
+    wait_until(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+@pytest.mark.faults
+def test_a_rank_that_the_kernel_kills_for_its_memory(tmp_path: Path, memory_group: Path) -> None:
+    job, result = with_fault(tmp_path, "too much memory", "--group", str(memory_group))
+    one_died(job, result, -signal.SIGKILL)
