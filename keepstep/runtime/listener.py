@@ -2,9 +2,11 @@
 
 Every connection is authenticated, in a thread of its own and in bounded time, before anybody else sees it. A port scanner, a
 stale member, garbage or a connection that says nothing is refused in words, and harms nothing: if too many say nothing at
-once, the oldest of them has to make room, not the member that comes last.
+once, the oldest of them has to make room, not the member that comes last. While this process has no descriptor left, whoever
+comes waits in the kernel's queue.
 """
 
+import errno
 import logging
 import socket
 import threading
@@ -22,6 +24,8 @@ log = logging.getLogger("keepstep")
 
 MAX_HANDSHAKES = 32
 BACKLOG = 64
+PAUSE_S = 0.1
+OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # whoever is at the other end cannot help it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Listener:
         self._shape = shape
         self._lock = threading.Lock()
         self._greeting: list[socket.socket] = []  # oldest first
-        self._closed = False
+        self._over = threading.Event()
         self._threads: list[threading.Thread] = []
         tcp = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._sockets = [tcp]
@@ -85,14 +89,18 @@ class Listener:
         thread.start()
 
     def _accept(self, listening: socket.socket) -> None:
-        while not self._closed:
+        said = False
+        while not self._over.is_set():
             try:
                 sock, address = listening.accept()
             except OSError as error:
-                if self._closed:
-                    return
-                log.warning("a ring connection could not be accepted: %s", error)
+                if not (self._over.is_set() or said):
+                    log.warning("a ring connection could not be accepted: %s", error)
+                said = error.errno in OURS
+                if said:  # it stays in the queue: trying again at once would only burn time
+                    self._over.wait(PAUSE_S)
                 continue
+            said = False
             with self._lock:
                 if len(self._greeting) >= MAX_HANDSHAKES:
                     shut(self._greeting.pop(0))  # its thread closes it
@@ -123,7 +131,7 @@ class Listener:
             self._on_peer(accepted)
 
     def close(self) -> None:
-        self._closed = True
+        self._over.set()
         for sock in self._sockets:
             shut(sock)
             sock.close()

@@ -1,9 +1,12 @@
 """What goes wrong with the machine under a job: descriptors, disks, clocks, ports; and lives that end faster than they train."""
 
+import contextlib
+import os
 import shutil
 import socket
 import struct
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +36,64 @@ def test_a_rank_that_has_no_descriptors_left_is_replaced_once_it_needs_one(tmp_p
     assert [job.lives(r) for r in range(3)] == [1, 2, 2]
     assert "Too many open files" in result.output
     assert "files, and no more" in result.output
+
+
+LISTENER = """
+import logging, os, resource, sys
+from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
+from keepstep.runtime.handshake import Identity
+from keepstep.runtime.links import LinkSettings
+from keepstep.runtime.listener import Listener
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+me = Identity(
+    job="j", token=b"t", replica_id=ReplicaId(0), incarnation=Incarnation("a"), rank=Rank(0), layout_digest="d"
+)
+listener = Listener(me, "127.0.0.1", LinkSettings(connect_s=60.0), lambda hello: "", print)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    print(listener.port, flush=True)
+sys.stdin.readline()
+print("the end", flush=True)
+for fd in held:
+    os.close(fd)
+sys.stdin.readline()
+"""
+
+
+def test_a_listener_without_descriptors_lets_callers_wait() -> None:
+    """It says so once, does not spin, and serves them when it can again (here: hangs up on garbage)."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        address = ("127.0.0.1", int(process.stdout.readline()))
+        with (
+            socket.create_connection(address, timeout=20),  # takes the descriptor that `accept` had reserved
+            socket.create_connection(address, timeout=20) as caller,
+        ):
+            assert "Too many open files" in process.stdout.readline()
+            before = psutil.Process(process.pid).cpu_times()
+            caller.sendall(b"garbage" * 100)
+            caller.settimeout(1.5)
+            with pytest.raises(TimeoutError):
+                caller.recv(1)
+            after = psutil.Process(process.pid).cpu_times()
+            assert after.user + after.system - before.user - before.system < 0.5, "it spins"
+            print(file=process.stdin, flush=True)
+            assert process.stdout.readline() == "the end\n", "it says it again and again"
+            caller.settimeout(20)
+            with contextlib.suppress(ConnectionResetError):
+                assert caller.recv(1) == b""
+    finally:
+        process.kill()
+        process.communicate()
 
 
 # --- disks -------------------------------------------------------------------------------------------------------
