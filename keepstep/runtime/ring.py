@@ -35,7 +35,7 @@ from keepstep.runtime.engine_events import (
 )
 from keepstep.runtime.handshake import Identity
 from keepstep.runtime.links import LinkError, RingEnded
-from keepstep.runtime.listener import Accepted
+from keepstep.runtime.listener import OURS, Accepted
 from keepstep.runtime.movement import Movement, Running
 from keepstep.runtime.native import NativeThread
 from keepstep.runtime.two_threads import TwoThreads
@@ -258,7 +258,8 @@ class Ring:
         self._blame(error)
 
     def _blame_next(self, error: Exception) -> None:
-        fatal = isinstance(error, JobMismatch | Unauthorized)
+        ours = isinstance(error, OSError) and error.errno in OURS
+        fatal = ours or isinstance(error, JobMismatch | Unauthorized)
         reason = f"ring {self.quorum_id}, connect: replica {self.next.replica_id}: {error}"
         self._break(_Broken(self.next.replica_id, "connect", reason, fatal=fatal))
 
