@@ -38,7 +38,7 @@ lint: setup
 unit: setup
 	$(BIN)/python -m pytest -m "not faults"
 
-test-faults: setup  ## the long matrix: a kill in every phase, on real processes
+test-faults: setup  ## the long matrix on real processes: a kill in every phase, and every other fault
 	$(BIN)/python -m pytest -m faults
 
 bench-kill: setup-bench  ## survivors' stall after a kill, beside torchft and plain gloo
