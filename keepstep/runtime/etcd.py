@@ -97,12 +97,15 @@ class EtcdStore:
         return self._members.client
 
     async def _reach(self, address: str, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+        deadline, said = time.monotonic() + timeout, False
         while True:
             try:
                 await self.call(self.client.get(self._root + b"job"), timeout=min(CALL_S, timeout))
                 return
             except StoreError as error:
+                if not said:
+                    log.warning("no etcd answers at %s yet: %s", address, error)
+                    said = True
                 if time.monotonic() > deadline:
                     raise StoreError(
                         f"no etcd answers at {address} ({error}): start it, or leave --store out to use the embedded one"

@@ -42,6 +42,7 @@ from keepstep.runtime.wire import decode_frame, encode_frame
 log = logging.getLogger("keepstep")
 T = TypeVar("T")
 
+FIRST_LOOK_S = 10.0  # for the store to answer a first life, whose address may be wrong; a later one waits as the others do
 FATAL_GRACE_S = 10.0  # the main thread may hang in a collective of a dead replica: then the process ends without it
 
 
@@ -114,7 +115,8 @@ class RankRuntime:
         env = self.env
         welcome = b""
         if env.rank == LEADER:
-            self._store = await EtcdStore.open(env.store, env.job, lease_s=env.lease_s)
+            patience = timeout if env.life > 1 else FIRST_LOOK_S
+            self._store = await EtcdStore.open(env.store, env.job, lease_s=env.lease_s, timeout=patience)
             welcome = make_welcome()
         self._tree = ControlTree(
             rank=env.rank,

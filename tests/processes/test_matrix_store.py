@@ -70,6 +70,22 @@ def test_a_foreign_etcd_goes_away_for_a_while(tmp_path: Path) -> None:
     assert "the store is away, training waits for it" in result.output
 
 
+@pytest.mark.faults
+def test_a_rank_dies_while_etcd_is_away_for_long(tmp_path: Path) -> None:
+    """Its next life waits for etcd, too: waiting is no reason to be given up."""
+    with Etcds(tmp_path, 1) as etcds, Job(tmp_path / "run", "--store", etcds.url, args=STEPS) as job:
+        job.until_step(10)
+        etcds.kill(0)
+        job.rank(1).kill()
+        job.wait(lambda: job.lives(1) == 2)
+        job.stays(45.0)
+        etcds.start(0)
+        result = job.finish()
+    job.same_bits(result)
+    assert [job.lives(r) for r in range(3)] == [1, 2, 1]
+    assert [m["role"] for m in result.committed()[-1]["members"]] == ["worker"] * 3, "it came back"
+
+
 def test_a_store_that_has_lost_its_data_ends_the_job(tmp_path: Path) -> None:
     """Whoever goes on would make a second history. No replica gets another life, and the sentence says why."""
     with Etcds(tmp_path, 1) as etcds, Job(tmp_path / "run", "--store", etcds.url, args=STEPS) as job:
