@@ -27,7 +27,7 @@ import aetcd
 import msgspec
 from aetcd import rpc
 
-from keepstep.protocol.errors import ConfigError, JobMismatch, RemoteProtocolError, StoreError
+from keepstep.protocol.errors import ConfigError, JobMismatch, NoStateLeft, RemoteProtocolError, StoreError
 from keepstep.protocol.ids import Incarnation, ReplicaId
 from keepstep.protocol.messages import Decision, Endpoint, Report
 from keepstep.runtime.etcd_lease import CALL_S, Lease
@@ -151,11 +151,13 @@ class EtcdStore:
         """Tells equal tokens without telling the token."""
         return hmac.new(token, f"keepstep job {job}".encode(), "sha256").hexdigest()[:32]
 
-    async def claim_job(self, record: JobRecord) -> None:
-        """Writes the job's record, or compares with it. Raises JobMismatch."""
+    async def claim_job(self, record: JobRecord, *, known: bool = False) -> None:
+        """Writes the job's record, or compares with it. Raises JobMismatch; NoStateLeft if it is `known`, but not there."""
         key = self._root + b"job"
         while True:
             got = await self.call(self.client.get(key))
+            if got is None and known:  # to write it would begin the job anew
+                raise NoStateLeft(f"the store has lost the job's history: it does not know job {self.job} any more")
             revision = 0 if got is None else got.mod_revision
             merged = record if got is None else _merge(_stored(got, JobRecord), record, self.job)
             if got is not None and encode(merged) == got.value:

@@ -69,15 +69,17 @@ class LeaderShell:
         tree: ControlTree,
         *,
         record: Callable[[str], JobRecord],
+        again: bool,
         emit: Emit,
         fault: Callable[[Phase, int | None], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
+        """`again`: this replica has lived before, so the store must know the job."""
         self.machine = LeaderMachine(settings)
         self.policy = policy
         self._store, self._tree = store, tree
         self._emit, self._fault, self._on_fatal = emit, fault, on_fatal
-        self._record = record
+        self._record, self._again = record, again
         self._hellos: dict[Rank, Hello] = {}
         self._view: StoreView | None = None
         self._tell: asyncio.Queue[Tell | TellDecided] = asyncio.Queue()
@@ -141,7 +143,7 @@ class LeaderShell:
             [self._hellos[Rank(r)] for r in range(self.machine.settings.size)],
         )
         record, endpoints = self._record(layout_digest(ranks)), tuple(hello.endpoint for hello in ranks)
-        await self._persist(lambda: self._store.claim_job(record))
+        await self._persist(lambda: self._store.claim_job(record, known=self._again))
         await self._persist(lambda: self._store.put_endpoints(settings.replica_id, settings.incarnation, endpoints))
         for hello in ranks:
             self._carry_out(self.machine.on_message(hello))

@@ -42,7 +42,9 @@ from keepstep.runtime.wire import decode_frame, encode_frame
 log = logging.getLogger("keepstep")
 T = TypeVar("T")
 
-FIRST_LOOK_S = 10.0  # for the store to answer a first life, whose address may be wrong; a later one waits as the others do
+FIRST_LOOK_S = (
+    10.0  # for the store to answer a first life, whose address may be wrong; a later one waits as the others do
+)
 FATAL_GRACE_S = 10.0  # the main thread may hang in a collective of a dead replica: then the process ends without it
 
 
@@ -200,6 +202,7 @@ class RankRuntime:
                     layout_digest=layout,
                     token_check=EtcdStore.token_check(env.job, env.token),
                 ),
+                again=env.life > 1,
                 emit=self.emit,
                 fault=self.fault,
                 on_fatal=self._fail,

@@ -14,7 +14,7 @@ from pathlib import Path
 import aetcd
 import pytest
 
-from keepstep.protocol.errors import ConfigError, JobMismatch, StoreError
+from keepstep.protocol.errors import ConfigError, JobMismatch, NoStateLeft, StoreError
 from keepstep.protocol.ids import FIRST_UNIT, Incarnation, QuorumId, ReplicaId, Seq, Step
 from keepstep.protocol.messages import Decision, Endpoint, Kind, LedgerState, Report
 from keepstep.runtime import etcd as etcd_module
@@ -327,6 +327,16 @@ def test_whoever_does_not_fit_the_job_is_told_why(
         await store.claim_job(RECORD)
         with pytest.raises(JobMismatch, match=words):
             await store.claim_job(replace(RECORD, **{field: value}))  # type: ignore[arg-type]
+
+    with_stores(server[1], job, body)
+
+
+def test_a_job_that_must_be_known_is_not_begun_anew(server: tuple[EmbeddedEtcd, str], job: str) -> None:
+    async def body(store: EtcdStore) -> None:
+        with pytest.raises(NoStateLeft, match="lost the job's history"):
+            await store.claim_job(RECORD, known=True)
+        await store.claim_job(RECORD)
+        await store.claim_job(RECORD, known=True)
 
     with_stores(server[1], job, body)
 

@@ -86,6 +86,22 @@ def test_a_rank_dies_while_etcd_is_away_for_long(tmp_path: Path) -> None:
     assert [m["role"] for m in result.committed()[-1]["members"]] == ["worker"] * 3, "it came back"
 
 
+@pytest.mark.faults
+def test_a_new_life_does_not_begin_a_job_anew_whose_data_is_lost(tmp_path: Path) -> None:
+    with Etcds(tmp_path, 1) as etcds, Job(tmp_path / "run", "--store", etcds.url, args=STEPS) as job:
+        job.until_step(10)
+        etcds.kill(0)
+        shutil.rmtree(etcds.data(0))
+        job.rank(1).kill()
+        job.wait(lambda: job.lives(1) == 2)
+        etcds.start(0)
+        result = job.finish(60)
+    assert result.code == 1
+    assert [job.lives(r) for r in range(3)] == [1, 2, 1]
+    assert all("the store has lost the job's history" in e["reason"] for e in result.of("gave_up"))
+    assert len(result.of("gave_up")) == 3
+
+
 def test_a_store_that_has_lost_its_data_ends_the_job(tmp_path: Path) -> None:
     """Whoever goes on would make a second history. No replica gets another life, and the sentence says why."""
     with Etcds(tmp_path, 1) as etcds, Job(tmp_path / "run", "--store", etcds.url, args=STEPS) as job:

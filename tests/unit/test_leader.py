@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from machines import W, decision, hello, me, member
 
 from keepstep.protocol import quorum
+from keepstep.protocol.errors import NoStateLeft
 from keepstep.protocol.messages import Abort, Decision, Policy, Report
 from keepstep.protocol.step import Tell
 from keepstep.runtime import leader as leaders
@@ -36,7 +38,7 @@ class World:
         self.store, self.fatal = Store(), asyncio.get_running_loop().create_future()
         self.leader = LeaderShell(
             me(size=1), Policy(num_replicas=2), self.store, None, record=lambda _: None,  # type: ignore[arg-type]
-            emit=lambda *_, **__: None, fault=lambda *_: None, on_fatal=self.fatal.set_result,
+            again=False, emit=lambda *_, **__: None, fault=lambda *_: None, on_fatal=self.fatal.set_result,
         )  # fmt: skip
 
     async def end(self) -> BaseException:
@@ -103,5 +105,22 @@ def test_a_leader_never_takes_itself_for_lost(
         assert not world.fatal.done()
         suspects = {e.message.suspect for e in told if isinstance(e, Tell) and isinstance(e.message, Abort)}
         assert suspects == lost
+
+    with_world(body)
+
+
+@pytest.mark.parametrize("left", [None, decision(1, 0, 1, member(0, W))], ids=["nothing", "an older one"])
+def test_a_store_that_has_forgotten_a_decision_ends_the_rank(
+    monkeypatch: pytest.MonkeyPatch, left: Decision | None
+) -> None:
+    monkeypatch.setattr(leaders, "to_quorum_view", lambda view: view)
+    monkeypatch.setattr(quorum, "decide", lambda *_, now: quorum.Wait(reason="a moment"))
+
+    async def body(world: World) -> None:
+        world.store.tell(view(decision(2, 1, 1, member(0, W))))
+        world.store.tell(replace(view(left), connected=False))  # only the last thing that was read
+        assert not world.fatal.done()
+        world.store.tell(view(left))
+        assert isinstance(await world.end(), NoStateLeft)
 
     with_world(body)
