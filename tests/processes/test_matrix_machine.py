@@ -96,6 +96,48 @@ def test_a_listener_without_descriptors_lets_callers_wait() -> None:
         process.communicate()
 
 
+RING = """
+import os, resource
+from keepstep.protocol.exchange import Deadline
+from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId
+from keepstep.protocol.messages import Endpoint, Peer
+from keepstep.runtime.engine_events import EngineSettings
+from keepstep.runtime.handshake import Identity
+from keepstep.runtime.ring import Owner, Ring
+me = Identity(
+    job="j", token=b"t", replica_id=ReplicaId(0), incarnation=Incarnation("a"), rank=Rank(0), layout_digest="d"
+)
+at = Endpoint(host="127.0.0.1", ftar_port=9, state_port=9)
+peers = [Peer(replica_id=ReplicaId(r), incarnation=Incarnation("ab"[r]), endpoint=at) for r in (0, 1)]
+told = []
+slow = Deadline(floor=1.0, ceiling=1.0)
+owner = Owner(
+    identity=me, settings=EngineSettings(), deadline=slow, silence=slow, tell=told.append, fault=lambda *_: None
+)
+ring = Ring(owner, QuorumId(1), peers, 0)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while HUNGRY:
+        os.open("/dev/null", os.O_RDONLY)
+except OSError:
+    pass
+ring.start(None)
+ring.join(20.0)
+print(type(told[0]).__name__, getattr(told[0], "fatal", False))
+"""
+
+
+@pytest.mark.parametrize(("hungry", "told"), [(True, "StepFailed True"), (False, "RingBroken False")])
+def test_a_link_that_cannot_be_dialled_for_want_of_descriptors_is_our_own_fault(hungry: bool, told: str) -> None:
+    """Fatal, or else it would be repeated for ever. A next member that refuses is not."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    code = RING.replace("HUNGRY", str(hungry))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60, check=True
+    )
+    assert done.stdout.strip() == told, done.stderr
+
+
 # --- disks -------------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +185,9 @@ def test_the_disk_of_the_embedded_etcd_is_full(tmp_path: Path, disk: Path) -> No
     assert result.code == 128 + 15
     assert "training waits, and it is tried again" in result.output
     assert "the embedded etcd runs again" in result.output
+    committed = {e["seq"] for e in result.of("commit")}  # the chain has a gap, where events were lost
+    units = [u for d in result.decisions if d["seq"] in committed for m in d["members"] for u in m["units"]]
+    assert len(units) == len(set(units)) > 30
 
 
 # --- clocks ------------------------------------------------------------------------------------------------------
