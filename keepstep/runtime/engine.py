@@ -6,8 +6,8 @@ A new `configure` replaces the ring; buckets that failed on the old one can be s
 previous members connect, and gives each connection to the ring it was made for, however early it comes.
 
 Calls may come from any thread and never block for the network; `on_event` is called from the rings' threads. An engine
-makes the whole process switch threads more often (`switch_interval_s`): otherwise a pure-Python main thread holds up whatever still
-needs the interpreter.
+makes the whole process switch threads more often (`switch_interval_s`): otherwise a pure-Python main thread holds up whatever
+still needs the interpreter.
 """
 
 import sys
