@@ -19,14 +19,12 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 
 from keepstep.protocol.errors import JobMismatch, RemoteProtocolError, StaleQuorum, Unauthorized
 from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId
-
-T = TypeVar("T")
+from keepstep.runtime.wire import unpack
 
 MAX_MESSAGE = 4096
 MAGIC = "keepstep-ftar/2"
@@ -89,7 +87,7 @@ def greet(sock: socket.socket, hello: RingHello, token: bytes) -> None:
     talk = _Conversation(sock)
     raw = msgspec.msgpack.encode(hello)
     talk.send(raw)
-    nonce, proof = _decode(talk.receive(), tuple[str, bytes])
+    nonce, proof = unpack(talk.receive(), tuple[str, bytes], "handshake")
     if not hmac.compare_digest(proof, _mac(token, "server", hello.nonce, nonce, raw)):
         raise Unauthorized("the peer could not prove that it holds the job token")
     talk.send(_mac(token, "client", hello.nonce, nonce, raw))
@@ -108,7 +106,7 @@ def welcome(sock: socket.socket, me: Identity, admit: Callable[[RingHello], str]
     """The accepting side: returns the hello of a peer that holds the token and fits. `admit` may refuse it, in words."""
     talk = _Conversation(sock)
     raw = talk.receive()
-    hello = _decode(raw, RingHello)
+    hello = unpack(raw, RingHello, "handshake")
     nonce = secrets.token_hex(16)
     talk.send(msgspec.msgpack.encode((nonce, _mac(me.token, "server", hello.nonce, nonce, raw))))
     proof = talk.receive()
@@ -174,10 +172,3 @@ class _Conversation:
             if left <= 0:
                 raise TimeoutError("the peer took too long over the handshake")
             self._sock.settimeout(left)
-
-
-def _decode(data: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise RemoteProtocolError(f"malformed handshake: {error}") from None

@@ -21,14 +21,14 @@ import socket
 import struct
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from keepstep.protocol.errors import ConfigError, KeepstepError, RemoteProtocolError, ReplicaLost, Unauthorized
+from keepstep.runtime.wire import unpack
 
 log = logging.getLogger("keepstep")
-T = TypeVar("T")
 
 TICK_S = 1.0
 SILENT_TICKS = 10
@@ -73,7 +73,7 @@ class _Tick(msgspec.Struct, frozen=True, tag="tick"):
 
 
 _Frame = _Down | _Up | _Tick
-_decode_frame = msgspec.msgpack.Decoder(_Frame)
+_FRAME: type[_Frame] = _Frame  # type: ignore[assignment]  # of a union: msgspec takes it like a class
 _TICK = msgspec.msgpack.encode(_Tick())
 
 
@@ -203,7 +203,7 @@ class ControlTree:
         reason = "it closed the connection"
         try:
             while True:
-                frame = _decode_frame.decode(await _receive(reader, MAX_FRAME))
+                frame = unpack(await _receive(reader, MAX_FRAME), _FRAME, "frame")
                 link.silent = 0
                 if isinstance(frame, _Down):
                     await self._down(frame)
@@ -211,7 +211,7 @@ class ControlTree:
                     await self._up(frame)
         except (asyncio.IncompleteReadError, OSError) as error:
             reason = f"{reason} ({error})" if isinstance(error, OSError) else reason
-        except (msgspec.DecodeError, RemoteProtocolError) as error:
+        except RemoteProtocolError as error:
             reason = f"it sent something that is not a control message: {error}"
         self._lose(peer, link, reason)
 
@@ -272,11 +272,11 @@ class ControlTree:
         raw = msgspec.msgpack.encode(_Call(self._job, self._incarnation, self.rank, port, nonce))
         try:
             _send(writer, raw)
-            theirs, proof = _decode(await _receive(reader, MAX_GREETING), tuple[str, bytes])
+            theirs, proof = unpack(await _receive(reader, MAX_GREETING), tuple[str, bytes], "greeting")
             if not hmac.compare_digest(proof, self._mac("server", theirs, raw)):
                 raise ConfigError(f"the control tree at {at[0]}:{at[1]} does not hold this job's token")
             _send(writer, self._mac("client", theirs, raw))
-            answer = _decode(await _receive(reader, MAX_GREETING), _Answer)
+            answer = unpack(await _receive(reader, MAX_GREETING), _Answer, "greeting")
         except (asyncio.IncompleteReadError, OSError) as error:
             writer.close()
             raise ReplicaLost(f"the control tree at {at[0]}:{at[1]} closed the connection: {error}") from None
@@ -319,7 +319,7 @@ class ControlTree:
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Call | None:
         raw = await _receive(reader, MAX_GREETING)
-        call = _decode(raw, _Call)
+        call = unpack(raw, _Call, "greeting")
         nonce = secrets.token_hex(16)
         _send(writer, msgspec.msgpack.encode((nonce, self._mac("server", nonce, raw))))
         proof = await _receive(reader, MAX_GREETING)
@@ -361,10 +361,3 @@ async def _receive(reader: asyncio.StreamReader, limit: int) -> bytes:
     if length > limit:
         raise RemoteProtocolError(f"a control message of {length} bytes: this is not keepstep")
     return await reader.readexactly(length)
-
-
-def _decode(data: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise RemoteProtocolError(f"malformed greeting: {error}") from None
