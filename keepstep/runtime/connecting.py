@@ -23,10 +23,12 @@ from keepstep.protocol.ring import Shape
 from keepstep.runtime import shared_memory
 from keepstep.runtime.handshake import Identity, connect_hello, greet
 from keepstep.runtime.links import LinkError, LinkSettings, ReceiveLink, RingEnded, SendLink, Wake, tune
-from keepstep.runtime.listener import Accepted
+from keepstep.runtime.listener import Accepted, same_user
 from keepstep.runtime.shared_memory import SharedReceiveLink, SharedSendLink
 
 log = logging.getLogger("keepstep")
+
+AGAIN_S = 0.02
 
 
 class Stopped(Exception):
@@ -153,15 +155,31 @@ class Connecting:
         socks: list[socket.socket] = []
         try:
             for stream in range(settings.streams):
-                sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-                socks.append(sock)
-                tune(sock, settings)
-                self._connect(sock, (host, port), stream)
+                socks.append(self._dial_stream(host, port, stream))
         except BaseException:  # Stopped, too
             for sock in socks:
                 sock.close()
             raise
         return SendLink(self.next, socks, self.quorum_id, settings)
+
+    def _dial_stream(self, host: str, port: int, stream: int) -> socket.socket:
+        """One connection. Where strangers flood the member's port, ours may have to make room for theirs: then once more."""
+        deadline = time.monotonic() + self.settings.connect_s
+        while True:
+            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            try:
+                tune(sock, self.settings)
+                self._connect(sock, (host, port), stream)
+                return sock
+            except (ConnectionResetError, BrokenPipeError):
+                sock.close()
+                self._check()
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(AGAIN_S)
+            except BaseException:  # Stopped, too
+                sock.close()
+                raise
 
     def _dial_on_this_host(self, host: str, port: int) -> SendLink | None:
         """None: it is elsewhere, or will not share memory."""
@@ -189,6 +207,8 @@ class Connecting:
         try:
             sock.settimeout(self.settings.connect_s)
             sock.connect(to)
+            if not same_user(sock):
+                raise ConnectionRefusedError("another user has the name of its Unix socket")
             streams = self.settings.streams if isinstance(to, tuple) else 1
             peer = self.next
             greet(

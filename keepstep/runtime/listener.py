@@ -2,30 +2,44 @@
 
 Every connection is authenticated, in a thread of its own and in bounded time, before anybody else sees it. A port scanner, a
 stale member, garbage or a connection that says nothing is refused in words, and harms nothing: if too many say nothing at
-once, the oldest of them has to make room, not the member that comes last. While this process has no descriptor left, whoever
-comes waits in the kernel's queue.
+once, the oldest of them has to make room, not the member that comes last. A member that had to make room itself, in a flood,
+tries again. Other users of this host are not spoken to on the Unix socket at all.
+
+Fails: OSError from the constructor. Later on nothing does: without descriptors or threads it waits until there are some.
 """
 
 import errno
 import logging
+import os
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from keepstep.protocol.errors import KeepstepError
+from keepstep.protocol.errors import KeepstepError, Unauthorized
 from keepstep.protocol.ring import Shape
 from keepstep.runtime import shared_memory
 from keepstep.runtime.handshake import Identity, RingHello, welcome
 from keepstep.runtime.links import LinkSettings, shut, tune
+from keepstep.runtime.refusals import Refusals
 from keepstep.runtime.shared_memory import Segment
 
 log = logging.getLogger("keepstep")
 
 MAX_HANDSHAKES = 32
-BACKLOG = 64
-PAUSE_S = 0.1
+BACKLOG = 512  # connections that wait; a flood fills it, and a member whose packet is dropped comes a second later
+PAUSE_S = 0.1  # without descriptors or threads
 OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # whoever is at the other end cannot help it
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket is one of this user. Other sockets do not tell: True."""
+    if sock.family != socket.AF_UNIX:
+        return True
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(uid == os.geteuid())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,8 @@ class Listener:
         self._shape = shape
         self._lock = threading.Lock()
         self._greeting: list[socket.socket] = []  # oldest first
-        self._over = threading.Event()
+        self._closed = threading.Event()
+        self._refusals = Refusals("a ring connection")
         self._threads: list[threading.Thread] = []
         tcp = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._sockets = [tcp]
@@ -89,23 +104,31 @@ class Listener:
         thread.start()
 
     def _accept(self, listening: socket.socket) -> None:
-        said = False
-        while not self._over.is_set():
+        while not self._closed.is_set():
             try:
                 sock, address = listening.accept()
             except OSError as error:
-                if not (self._over.is_set() or said):
-                    log.warning("a ring connection could not be accepted: %s", error)
-                said = error.errno in OURS
-                if said:  # it stays in the queue: trying again at once would only burn time
-                    self._over.wait(PAUSE_S)
+                if not self._closed.is_set():
+                    self._refusals.note("anybody", error)
+                    self._closed.wait(PAUSE_S)  # or it would fail again at once, for as long as it lasts
                 continue
-            said = False
+            if not same_user(sock):
+                self._refusals.note("this host", Unauthorized("it is another user's"), "user")
+                sock.close()
+                continue
             with self._lock:
                 if len(self._greeting) >= MAX_HANDSHAKES:
                     shut(self._greeting.pop(0))  # its thread closes it
                 self._greeting.append(sock)
-            threading.Thread(target=self._greet, args=(sock, address), name="keepstep-hello", daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(sock, address), name="keepstep-hello", daemon=True).start()
+            except RuntimeError as error:  # there are too many threads
+                with self._lock:
+                    if sock in self._greeting:
+                        self._greeting.remove(sock)
+                sock.close()
+                self._refusals.note("anybody", error)
+                self._closed.wait(PAUSE_S)
 
     def _greet(self, sock: socket.socket, address: object) -> None:
         accepted = None
@@ -118,7 +141,7 @@ class Listener:
             sock.settimeout(None)
             accepted = Accepted(sock, hello, segment)
         except (KeepstepError, OSError) as error:
-            log.info("refused a ring connection from %s: %s", address or "this host", error)
+            self._refusals.note(_place(address), error)
         finally:
             with self._lock:
                 made_room = sock not in self._greeting
@@ -131,9 +154,14 @@ class Listener:
             self._on_peer(accepted)
 
     def close(self) -> None:
-        self._over.set()
+        self._closed.set()
         for sock in self._sockets:
             shut(sock)
             sock.close()
         for thread in self._threads:
             thread.join(2.0)
+
+
+def _place(address: object) -> str:
+    """Where a connection comes from; without its port, which is another one each time."""
+    return str(address[0]) if isinstance(address, tuple) else "this host"
