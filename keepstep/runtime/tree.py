@@ -2,7 +2,8 @@
 
 Rank k's parent is rank (k-1) // fan_out. It uses connections of its own: a collective that hangs cannot hang control. To join,
 every rank calls on rank 0, which admits its own children and sends the others on to their parents, whose addresses it has
-learnt the same way. Both ends prove that they hold the job token; the bytes are not encrypted.
+learnt the same way. Both ends prove that they hold the job token; the bytes are not encrypted. Strangers are refused: little is
+read of what they say, and if too many say nothing, the oldest of them has to make room. A rank that had to, tries again.
 
 Each link ticks once a second. A peer whose connection ends, or that says nothing for `SILENT_TICKS` ticks of ours, is *lost*:
 a replica with a lost rank is of no use, so the callback ends this process. Counting our own ticks instead of reading a clock
@@ -21,11 +22,12 @@ import socket
 import struct
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from keepstep.protocol.errors import ConfigError, KeepstepError, RemoteProtocolError, ReplicaLost, Unauthorized
+from keepstep.runtime.refusals import Refusals
 from keepstep.runtime.wire import unpack
 
 log = logging.getLogger("keepstep")
@@ -33,11 +35,15 @@ log = logging.getLogger("keepstep")
 TICK_S = 1.0
 SILENT_TICKS = 10
 MAX_FRAME = 64 << 20
-MAX_GREETING = 1 << 20
+MAX_CALL = 4096  # bytes that a stranger may say at once
+MAX_WELCOME = 1 << 20
+MAX_STRANGERS = 64  # at once, beside as many as there are ranks that may call
 GREET_S = 30.0
+BACKLOG, AT_ONCE = 1024, 50  # connections that wait for us, and that are accepted in one go
+AGAIN_S = 0.05
 _LENGTH = struct.Struct("<I")
 
-Address = tuple[str, int]
+Address = tuple[str, Annotated[int, msgspec.Meta(ge=1, le=65535)]]
 
 
 class _Call(msgspec.Struct, frozen=True):
@@ -46,7 +52,7 @@ class _Call(msgspec.Struct, frozen=True):
     job: str
     incarnation: str
     rank: int
-    port: int  # where its own children find it
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]  # where its own children find it
     nonce: str
 
 
@@ -134,6 +140,11 @@ class ControlTree:
         self._addresses: dict[int, asyncio.Future[Address]] = {}  # rank 0: of those that have children
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: dict[
+            asyncio.StreamWriter, None
+        ] = {}  # who has connected and not proved itself yet; oldest first
+        self._strangers_max = MAX_STRANGERS + (size if rank == 0 else len(self._children))
+        self._refusals = Refusals("a control connection")
         self._closed = False
 
     async def start(self, timeout: float) -> bytes:
@@ -245,18 +256,26 @@ class ControlTree:
     async def _listen(self) -> None:
         if self._listen_fd is not None:
             listener = socket.socket(fileno=self._listen_fd)
-            listener.setblocking(False)
-            self._server = await asyncio.start_server(self._called, sock=listener)
         else:
             at = self._leader_address if self.rank == 0 and self._leader_address else (self._host, 0)
-            self._server = await asyncio.start_server(self._called, at[0], at[1], backlog=1024)
+            listener = socket.create_server(at, family=socket.AF_INET6 if ":" in at[0] else socket.AF_INET)
+        listener.setblocking(False)
+        self._server = await asyncio.start_server(self._called, sock=listener, backlog=AT_ONCE)
+        listener.listen(BACKLOG)  # the kernel may hold more for us than asyncio takes before it looks at any of them
 
     async def _join(self) -> None:
         at = self._leader_address
         if at is None:
             raise ConfigError("the address of the replica's rank 0 is not known: KEEPSTEP_LEADER is missing")
         while True:
-            answer, reader, writer = await self._call(at)
+            try:
+                answer, reader, writer = await self._call(at)
+            except ReplicaLost as lost:  # it has made room for others, or has ended; `start` bounds the whole
+                log.debug("%s", lost)
+                await asyncio.sleep(
+                    AGAIN_S * (1 + secrets.randbelow(8))
+                )  # a back-off, in which the others get their turn
+                continue
             if answer.parent is None:
                 break
             writer.close()
@@ -272,11 +291,11 @@ class ControlTree:
         raw = msgspec.msgpack.encode(_Call(self._job, self._incarnation, self.rank, port, nonce))
         try:
             _send(writer, raw)
-            theirs, proof = unpack(await _receive(reader, MAX_GREETING), tuple[str, bytes], "greeting")
+            theirs, proof = unpack(await _receive(reader, MAX_CALL), tuple[str, bytes], "greeting")
             if not hmac.compare_digest(proof, self._mac("server", theirs, raw)):
                 raise ConfigError(f"the control tree at {at[0]}:{at[1]} does not hold this job's token")
             _send(writer, self._mac("client", theirs, raw))
-            answer = unpack(await _receive(reader, MAX_GREETING), _Answer, "greeting")
+            answer = unpack(await _receive(reader, MAX_WELCOME), _Answer, "greeting")
         except (asyncio.IncompleteReadError, OSError) as error:
             writer.close()
             raise ReplicaLost(f"the control tree at {at[0]}:{at[1]} closed the connection: {error}") from None
@@ -297,16 +316,27 @@ class ControlTree:
 
     async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Somebody has connected (the server's callback)."""
+        where = writer.get_extra_info("peername")
+        if len(self._strangers) >= self._strangers_max:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        self._strangers[writer] = None
         try:
-            call = await asyncio.wait_for(self._authenticate(reader, writer), GREET_S)
-            if call is None:
-                writer.close()
-                return
-            answer = await self._place(call, writer)
+            try:
+                call = await asyncio.wait_for(self._authenticate(reader, writer), GREET_S)
+            finally:
+                made_room = writer not in self._strangers
+                self._strangers.pop(writer, None)
+            if made_room:  # what it had said until then was right, but the connection is over
+                raise ConnectionAbortedError("too many others called at the same time")
+            answer = await self._place(call, where)
             _send(writer, msgspec.msgpack.encode(answer))
         except (KeepstepError, asyncio.IncompleteReadError, OSError, TimeoutError) as error:
-            log.info("refused a control connection: %s", error)
-            writer.close()
+            self._refusals.note(
+                where[0] if where else "somebody who is gone", str(error) or "it took too long", _kind(error)
+            )
+            writer.transport.abort()
             return
         if answer.parent is not None or answer.refusal:
             return  # it closes the connection itself
@@ -317,22 +347,22 @@ class ControlTree:
         link.waiting.clear()
         self._spawn(self._read(call.rank, link, reader))
 
-    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Call | None:
-        raw = await _receive(reader, MAX_GREETING)
+    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Call:
+        raw = await _receive(reader, MAX_CALL)
         call = unpack(raw, _Call, "greeting")
         nonce = secrets.token_hex(16)
         _send(writer, msgspec.msgpack.encode((nonce, self._mac("server", nonce, raw))))
-        proof = await _receive(reader, MAX_GREETING)
+        proof = await _receive(reader, MAX_CALL)
         if not hmac.compare_digest(proof, self._mac("client", nonce, raw)):
             raise Unauthorized("the caller does not hold the job token")
         return call
 
-    async def _place(self, call: _Call, writer: asyncio.StreamWriter) -> _Answer:
+    async def _place(self, call: _Call, where: Any) -> _Answer:
         """Ours, somebody else's, or nobody's."""
         if (call.job, call.incarnation) != (self._job, self._incarnation) or not 0 < call.rank < self.size:
             return _Answer(refusal=f"rank {call.rank} of job {call.job} does not belong to this life of the replica")
         if self.rank == 0 and call.port and not self._address_of(call.rank).done():
-            self._address_of(call.rank).set_result((writer.get_extra_info("peername")[0], call.port))
+            self._address_of(call.rank).set_result((where[0], call.port))
         if call.rank in self._children:
             if self._children[call.rank].writer is not None:
                 return _Answer(
@@ -350,6 +380,11 @@ class ControlTree:
 
     def _mac(self, side: str, nonce: str, call: bytes) -> bytes:
         return hmac.new(self._token, f"tree/{side}/{nonce}/".encode() + call, hashlib.sha256).digest()
+
+
+def _kind(error: BaseException) -> str:
+    """Of a refusal. Connections end in many ways, and it is all one."""
+    return "end" if isinstance(error, asyncio.IncompleteReadError | OSError) else type(error).__name__
 
 
 def _send(writer: asyncio.StreamWriter, data: bytes) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-OPEN_MAX = 400  # connections that an attacker keeps open at once
+OPEN_MAX = 800  # connections that an attacker keeps open at once
 KINDS = ("garbage", "truncated", "oversized", "half open", "slow", "flood", "scan", "reset", "replay", "long headers")
 HTTP_HEAD = b"GET /state/3/7/manifest HTTP/1.1\r\nHost: x\r\n"
 
