@@ -9,38 +9,27 @@ range is copied once, into its place.
 `on_done` and `fault` are called from the fetch's threads. Cancelling shuts the connections, so that no thread waits for a peer.
 """
 
-import contextlib
-import hmac
-import http.client
 import json
 import logging
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import xxhash
 
 from keepstep.protocol.errors import TransferError
 from keepstep.protocol.ids import ReplicaId
 from keepstep.protocol.messages import StateName
 from keepstep.protocol.transfer import Range, Transfer
 from keepstep.runtime.memory import big_buffer
-from keepstep.runtime.state_http import AUTH, CHECKSUM, PROOF, STOP_S, Signer
+from keepstep.runtime.state_connection import Connection, Damaged, Refused, Source
+from keepstep.runtime.state_http import MAX_TOTAL, STOP_S, Signer
 
 log = logging.getLogger("keepstep")
 
 MAX_MANIFEST = 256 << 20
-MAX_TOTAL = 1 << 40
 RANGE_BYTES, SMALL_RANGE = 4 << 20, 128 << 10
 PER_SOURCE = 2  # requests under way to one source, so that it can read while the other travels
-SILENT_S = 6.0  # a source answers within two seconds, if only to say "not yet"
-NOT_YET_S = 120.0  # a source may take so long to reach the state that it was named for
-
-Source = tuple[ReplicaId, str, int]
-"""A replica, and the host and port where the same rank of it serves."""
+LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,85 +42,8 @@ class FetchedState:
     bytes_from: Mapping[ReplicaId, int]
 
 
-class _Refused(Exception):
-    """A source did not give what was asked for, in words that do not name it."""
-
-
-class _Damaged(_Refused):
-    """What it gave failed its checksum."""
-
-
 class _Cancelled(Exception):
     """Nobody wants the state any more."""
-
-
-class _Connection:
-    """One thread's connection to one source."""
-
-    def __init__(self, source: Source, signer: Signer, fetch: "FetchHandle") -> None:
-        _, host, port = source
-        self._signer, self._fetch = signer, fetch
-        self._http = http.client.HTTPConnection(host, port, timeout=SILENT_S)
-
-    def get(self, path: str, target: memoryview | None, limit: int) -> bytes | memoryview:
-        """One verified answer: in `target`, or in bytes of its own if that is None. Raises _Refused."""
-        deadline = time.monotonic() + NOT_YET_S
-        while time.monotonic() < deadline:
-            self._fetch.check()
-            try:
-                body = self._ask(path, target, limit)
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                self._fetch.check()  # we may have shut the connection ourselves
-                raise _Refused(str(error) or type(error).__name__) from None
-            if body is not None:
-                return body
-        raise _Refused(f"it did not reach the state in {NOT_YET_S:.0f} s")
-
-    def _ask(self, path: str, target: memoryview | None, limit: int) -> bytes | memoryview | None:
-        """None: not yet."""
-        nonce = secrets.token_hex(16)
-        if self._http.sock is None:
-            self._http.connect()
-            self._fetch.check()  # cancelled while there was no socket yet that could be shut
-        self._http.request("GET", path, headers={AUTH: f"{nonce}:{self._signer.request(path, nonce)}"})
-        response = self._http.getresponse()
-        if response.status != 200:
-            text = response.read(200).decode(errors="replace")
-            response.read()
-            if response.status == 503:
-                return None
-            raise _Refused(f"it answered {response.status}: {text}")
-        length = response.length
-        if length is None or length > limit or (target is not None and length != len(target)):
-            raise _Refused(f"it sent {length} bytes instead of {limit}")
-        body = response.read() if target is None else _read_into(response, target)
-        checksum = response.headers.get(CHECKSUM, "")
-        proof = response.headers.get(PROOF, "")
-        if not hmac.compare_digest(proof.encode(), self._signer.answer(nonce, checksum).encode()):
-            raise _Refused("it does not hold the job token")
-        if xxhash.xxh3_64_hexdigest(body) != checksum:
-            raise _Damaged("its bytes failed their checksum")
-        return body
-
-    def shut(self) -> None:
-        """Wakes whoever reads from it. Any thread."""
-        sock = self._http.sock
-        if sock is not None:
-            with contextlib.suppress(OSError):  # it is gone already
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._http.close()
-
-
-def _read_into(response: http.client.HTTPResponse, target: memoryview) -> memoryview:
-    at = 0
-    while at < len(target):
-        got = response.readinto(target[at:])
-        if not got:
-            raise http.client.IncompleteRead(b"", len(target) - at)
-        at += got
-    return target
 
 
 class FetchHandle:
@@ -142,7 +54,8 @@ class FetchHandle:
         self._signer = signer
         self.changed = threading.Condition()
         self._gone = threading.Event()
-        self._connections: list[_Connection] = []
+        self._over = False  # there is nothing left to fetch
+        self._connections: list[Connection] = []
         self.threads: list[threading.Thread] = []
         self.error: Exception | None = None
 
@@ -159,16 +72,26 @@ class FetchHandle:
             self.changed.notify_all()
 
     def check(self) -> None:
-        if self.cancelled:
+        if self.cancelled or self._over:
             raise _Cancelled
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """The coordinator's wait; what other threads do changes the condition. Raises what ended the fetch, if something did."""
+        with self.changed:
+            while not self.changed.wait_for(lambda: condition() or self.cancelled or self.error is not None, LOOK_S):
+                for connection in self._connections:
+                    connection.give_up_if_late()
+        self.check()
+        if self.error is not None:
+            raise self.error
 
     def pause(self, seconds: float) -> None:
         """Sleeps, unless cancelled."""
         self._gone.wait(seconds)
         self.check()
 
-    def connect(self, source: Source) -> _Connection:
-        connection = _Connection(source, self._signer, self)
+    def connect(self, source: Source) -> Connection:
+        connection = Connection(source, self._signer, self.check)
         with self.changed:
             self._connections.append(connection)
         return connection
@@ -193,6 +116,7 @@ class FetchHandle:
 
     def close_connections(self) -> None:
         with self.changed:
+            self._over = True  # whoever is just connecting has no socket yet that could be shut
             connections, self._connections = self._connections, []
         for connection in connections:
             connection.shut()
@@ -268,13 +192,7 @@ class StateFetcher:
         for source in handle.sources:
             for _ in range(PER_SOURCE):
                 handle.spawn(lambda source=source: stripes.work(source))  # type: ignore[misc]
-        with handle.changed:
-            handle.changed.wait_for(
-                lambda: transfer.complete or transfer.exhausted or handle.cancelled or handle.error is not None
-            )
-        handle.check()
-        if handle.error is not None:
-            raise handle.error
+        handle.wait_for(lambda: transfer.complete or transfer.exhausted)
         if not transfer.complete:
             raise TransferError(f"state {handle.state.step} cannot be had: {transfer.why}")
         return FetchedState(state=handle.state, manifest=manifest, data=data, bytes_from=transfer.bytes_from)
@@ -288,20 +206,12 @@ class StateFetcher:
         def ask(source: Source) -> None:
             try:
                 found.append(bytes(handle.connect(source).get(path, None, MAX_MANIFEST)))
-            except _Refused as error:
+            except Refused as error:
                 reasons.append(f"replica {source[0]}: {error}")
 
         for source in handle.sources:
             handle.spawn(lambda source=source: ask(source))  # type: ignore[misc]
-        with handle.changed:
-            handle.changed.wait_for(
-                lambda: (
-                    bool(found) or len(reasons) == len(handle.sources) or handle.cancelled or handle.error is not None
-                )
-            )
-        handle.check()
-        if handle.error is not None:
-            raise handle.error
+        handle.wait_for(lambda: bool(found) or len(reasons) == len(handle.sources))
         if not found:
             raise TransferError(f"state {handle.state.step} cannot be had: {'; '.join(reasons)}")
         return found[0]
@@ -324,12 +234,12 @@ class _Stripes:
         while (part := self._next(replica)) is not None:
             try:
                 self._take(connection, replica, part, stage[: part[1] - part[0]])
-            except _Damaged as error:
+            except Damaged as error:
                 log.warning("a range of state %d came damaged from replica %d", self._handle.state.step, replica)
                 with self._handle.changed:
                     self._transfer.damaged(replica, part, str(error))
                     self._handle.changed.notify_all()
-            except _Refused as error:
+            except Refused as error:
                 log.info("fetching state %d goes on without replica %d: %s", self._handle.state.step, replica, error)
                 with self._handle.changed:
                     self._transfer.failed(replica, str(error))
@@ -349,7 +259,7 @@ class _Stripes:
                 changed.wait()
         return None
 
-    def _take(self, connection: _Connection, replica: ReplicaId, part: Range, stage: memoryview) -> None:
+    def _take(self, connection: Connection, replica: ReplicaId, part: Range, stage: memoryview) -> None:
         lo, hi = part
         connection.get(f"{self._path}?lo={lo}&hi={hi}", stage, hi - lo)
         self._fault("range")
@@ -368,8 +278,8 @@ def range_size(total: int, sources: int, throttle: float | None) -> int:
 def _total_of(manifest: bytes) -> int:
     try:
         total = json.loads(manifest)["total"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise TransferError("the manifest of the state is not what it should be") from None
-    if not isinstance(total, int) or not 0 <= total <= MAX_TOTAL:
+    if not isinstance(total, int) or isinstance(total, bool) or not 0 <= total <= MAX_TOTAL:
         raise TransferError(f"the manifest announces {total} bytes, at most {MAX_TOTAL} can be right")
     return total

@@ -1,7 +1,7 @@
-"""Strangers at a port, in a process of their own: `python attackers.py KIND PLACE [HELLO]` until its standard input ends.
+"""Strangers at a port, in a process of their own: `python attackers.py KIND PLACE` until its standard input ends.
 
-PLACE is HOST:PORT, or @NAME of an abstract Unix socket. HELLO is hexadecimal: a first message that was recorded from an honest
-member, or the like. At the end it prints how many connections were tried. Standard library only: it has to start at once.
+PLACE is HOST:PORT, or @NAME of an abstract Unix socket. The first line of the input is in hexadecimal: a message that
+was recorded from an honest member, or the like. At the end it prints how many connections were tried. Standard library only: it has to start at once.
 """
 
 import contextlib
@@ -58,6 +58,7 @@ class Attack:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         elif kind == "replay":
             sock.sendall(self.hello)  # all that was recorded, whatever the other end says this time
+            sock.shutdown(socket.SHUT_WR)
             with contextlib.suppress(OSError):
                 while sock.recv(4096):
                     pass
@@ -111,7 +112,7 @@ def attacked(kind: str, *places: str, hello: bytes = b"") -> Iterator[list[int]]
     tried: list[int] = []
     processes = [
         subprocess.Popen(
-            [sys.executable, "-S", "-E", str(Path(__file__)), kind, place, hello.hex()],
+            [sys.executable, "-S", "-E", str(Path(__file__)), kind, place],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -119,6 +120,9 @@ def attacked(kind: str, *places: str, hello: bytes = b"") -> Iterator[list[int]]
     ]
     try:
         for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(hello.hex().encode() + b"\n")
+            process.stdin.flush()
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
         yield tried
@@ -129,7 +133,8 @@ def attacked(kind: str, *places: str, hello: bytes = b"") -> Iterator[list[int]]
 
 
 def main() -> None:
-    kind, place, hello = [*sys.argv[1:], ""][:3]
+    kind, place = sys.argv[1:]
+    hello = sys.stdin.readline()
     over = threading.Event()
 
     def watch() -> None:
@@ -137,7 +142,7 @@ def main() -> None:
         over.set()
 
     threading.Thread(target=watch, daemon=True).start()
-    attack = Attack(place, bytes.fromhex(hello))
+    attack = Attack(place, bytes.fromhex(hello.strip()))
     attack.run(kind, lambda: attack.tried > 0 and first(attack) and over.is_set())
     print(attack.tried, flush=True)
 

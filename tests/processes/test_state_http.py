@@ -20,9 +20,9 @@ import xxhash
 from keepstep.protocol.errors import TransferError
 from keepstep.protocol.ids import ReplicaId, Seq, Step
 from keepstep.protocol.messages import StateName
-from keepstep.runtime import state_fetcher
+from keepstep.runtime import state_connection, state_fetcher
 from keepstep.runtime.state_fetcher import FetchedState, StateFetcher
-from keepstep.runtime.state_http import AUTH, CHECKSUM, PROOF, Signer
+from keepstep.runtime.state_http import AUTH, CHALLENGE, CHECKSUM, PROOF, Signer
 from keepstep.runtime.state_server import StateServer
 
 STATE = StateName(step=Step(3), lineage=Seq(7))
@@ -149,11 +149,11 @@ def test_sources_that_do_not_hold_it_are_left_out(world: Fixture) -> None:
 
 
 def test_damaged_bytes_are_not_taken(world: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = state_fetcher.xxhash.xxh3_64_hexdigest
+    real = state_connection.xxhash.xxh3_64_hexdigest
     good, bad = world.serve(Source()), world.serve(Source())
     calls = iter(range(10**6))
     monkeypatch.setattr(  # one of the first few checksums is wrong, as if a bit had flipped on the way
-        state_fetcher.xxhash, "xxh3_64_hexdigest", lambda body: "0" * 16 if next(calls) == 4 else real(body)
+        state_connection.xxhash, "xxh3_64_hexdigest", lambda body: "0" * 16 if next(calls) == 4 else real(body)
     )
     assert bytes(world.fetch(good, bad).data) == CONTENT
 
@@ -172,17 +172,20 @@ def test_requests_without_proof_or_sense(world: Fixture) -> None:
         (f"/state/{'9' * 5000}/7/manifest", 404),
     ):  # fmt: skip
         assert status(host, port, path, "") in {code, 401}, "without a proof"
-        assert status(host, port, path, f"n:{Signer('j/0', b't').request(path, 'n')}") in (
-            {code} if code != 401 else {200}
-        )
+        assert status(host, port, path, Signer("j/0", b"t")) in ({code} if code != 401 else {200})
         assert status(host, port, path, "\xff\xfe:\xff") in {401, 404}, "garbage instead of a proof"
     assert status(host, port, "/state/3/7/bytes", "") == 401, "a stranger is not told what a good request would be"
 
 
-def status(host: str, port: int, path: str, proof: str) -> int:
-    """What a GET with this proof is answered."""
+def status(host: str, port: int, path: str, proof: str | Signer) -> int:
+    """What a GET with this proof is answered; a signer makes the right one."""
     connection = http.client.HTTPConnection(host, port, timeout=10)
     try:
+        if isinstance(proof, Signer):
+            connection.request("GET", "/state/3/7/manifest")
+            first = connection.getresponse()
+            first.read()
+            proof = f"n:{proof.request(path, 'n', first.headers[CHALLENGE], 0)}"
         connection.request("GET", path, headers={AUTH: proof} if proof else {})
         return connection.getresponse().status
     finally:
@@ -229,7 +232,7 @@ def test_one_damaged_range_does_not_cost_the_only_source(world: Fixture, monkeyp
         return "0" * 16 if mine and next(damaged, False) else real(body)
 
     where = world.serve(Source())
-    monkeypatch.setattr(state_fetcher.xxhash, "xxh3_64_hexdigest", checksum)
+    monkeypatch.setattr(state_connection.xxhash, "xxh3_64_hexdigest", checksum)
     assert bytes(world.fetch(where).data) == CONTENT
     assert next(damaged, None) is None, "no range was damaged"
     damaged = iter(lambda: True, None)
@@ -347,7 +350,7 @@ def test_all_sources_that_hold_nothing_are_named(world: Fixture) -> None:
 
 def test_a_source_that_says_nothing_is_left_out(world: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a frozen process does: the kernel still takes the connection."""
-    monkeypatch.setattr(state_fetcher, "SILENT_S", 0.3)
+    monkeypatch.setattr(state_connection, "SILENT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         mute = (ReplicaId(9), "127.0.0.1", silent.getsockname()[1])
         got = world.fetch(world.serve(Source()), mute)
