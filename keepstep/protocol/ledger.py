@@ -34,12 +34,13 @@ Claim = tuple[ReplicaId, tuple[UnitId, ...]]
 
 def check(ledger: LedgerState) -> None:
     """Raises `InvariantViolation` unless the ledger is well formed."""
-    problem = _problem(ledger)
+    problem = ill_formed(ledger)
     if problem:
         raise InvariantViolation(f"ill-formed ledger, {problem}: {digest_text(ledger)}")
 
 
-def _problem(ledger: LedgerState) -> str:
+def ill_formed(ledger: LedgerState) -> str:
+    """What is wrong with the ledger, in words; empty: nothing."""
     if ledger.total is not None and ledger.total < 0:
         return "its total is negative"
     if ledger.policy == POOL:

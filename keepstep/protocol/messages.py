@@ -147,6 +147,13 @@ class Endpoint:
     ftar_port: int
     state_port: int
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.ftar_port < 65536 and 0 <= self.state_port < 65536):
+            raise ValueError(f"ports lie between 0 and 65535, not {self.ftar_port} or {self.state_port}")
+        if not self.host.isascii() or not self.host.isprintable() or " " in self.host:
+            raise ValueError("a host is a name or an address")
+        self.host.encode("idna")  # a ValueError too, where `connect` would raise it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:

@@ -8,7 +8,7 @@
     keepstep/JOB/dead/LIFE              a launcher saw this incarnation exit
     keepstep/JOB/announced/REPLICA      a launcher has started it; under the launcher's lease
 
-Values are JSON. What cannot be read is logged once and ignored. Liveness is the store's own: leases, never clocks of two
+Values are JSON. What cannot be read is refused (`etcd_view`). Liveness is the store's own: leases, never clocks of two
 hosts. When the store goes away (its end is seen at once, its silence within QUIET_S + ANSWER_S) the last view stays, and
 everything is read again when it is back. The watch stream is our own: aetcd's neither sees a silent server nor gives batches.
 
@@ -159,11 +159,20 @@ class EtcdStore:
             if got is None and known:  # to write it would begin the job anew
                 raise NoStateLeft(f"the store has lost the job's history: it does not know job {self.job} any more")
             revision = 0 if got is None else got.mod_revision
-            merged = record if got is None else _merge(_stored(got, JobRecord), record, self.job)
+            merged = record if got is None else _merge(self._record(got), record, self.job)
             if got is not None and encode(merged) == got.value:
                 return
             if await self._swap(key, encode(merged), revision):
                 return
+
+    def _record(self, got: Any) -> JobRecord:
+        try:
+            return decode(got.value, JobRecord)
+        except RemoteProtocolError as error:
+            raise JobMismatch(
+                f"what the store holds about job {self.job} cannot be read ({error}): was it written by another version of "
+                "keepstep? Choose another --job, or install the same version everywhere"
+            ) from None
 
     async def claim_launcher(self, text: str) -> None:
         """Makes this process the job's launcher. Raises ConfigError if another one lives, or if the job has a history."""
@@ -201,7 +210,7 @@ class EtcdStore:
     async def put_endpoints(self, replica: ReplicaId, life: Incarnation, endpoints: tuple[Endpoint, ...]) -> None:
         await self.call(self.client.put(self._root + f"endpoints/{replica}/{life}".encode(), encode(endpoints)))
 
-    async def get_endpoints(self, replica: ReplicaId, life: Incarnation) -> tuple[Endpoint, ...]:
+    async def get_endpoints(self, replica: ReplicaId, life: Incarnation, ranks: int) -> tuple[Endpoint, ...]:
         """By rank. They never change in one life, so they are read once."""
         known = self._endpoints.get((replica, life))
         if known is None:
@@ -210,7 +219,10 @@ class EtcdStore:
             got = self._reading.raw(key) or await self.call(self.client.get(key))
             if got is None:
                 raise StoreError(f"replica {replica} has not said where its ranks listen")
-            known = self._endpoints[replica, life] = _stored(got, tuple[Endpoint, ...])
+            known = _stored(got, tuple[Endpoint, ...])
+            if len(known) != ranks:
+                raise StoreError(f"{key.decode()} in the store tells where {len(known)} ranks listen, not {ranks}")
+            self._endpoints[replica, life] = known
         return known
 
     async def publish(self, decision: Decision, revision: int) -> bool:

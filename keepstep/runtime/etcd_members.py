@@ -5,6 +5,7 @@ cluster (it says so: we ask for a leader with every call) is left for the next; 
 One asyncio loop.
 """
 
+import re
 from typing import Any
 
 import aetcd
@@ -13,6 +14,8 @@ from aetcd import rpc
 from keepstep.protocol.errors import ConfigError
 
 Address = tuple[str, int]
+
+_PORT = re.compile("[1-9][0-9]{0,4}")
 
 CHANNEL = {
     "grpc.max_receive_message_length": 64 << 20,
@@ -30,7 +33,7 @@ def parse_url(url: str) -> tuple[Address, ...]:
     found = []
     for address in rest.rstrip("/").split(","):
         host, _, port = address.rpartition(":")
-        if scheme != "etcd" or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if scheme != "etcd" or not host.isprintable() or not host or not _PORT.fullmatch(port) or not int(port) < 65536:
             raise ConfigError(
                 f"the store's address must look like etcd://HOST:2379 or etcd://A:2379,B:2379,C:2379, got {url!r}"
             )

@@ -1,9 +1,9 @@
 """What the keys of a job in etcd say, decoded as they change.
 
-A value that cannot be read is logged once and ignored; the last good one stays in force. One asyncio loop; no I/O.
+A value that cannot be read, is too large or makes no sense is ignored; the last good one stays in force. That is said, but not
+every time. One asyncio loop; no I/O.
 """
 
-import logging
 import re
 import time
 from dataclasses import dataclass
@@ -14,11 +14,31 @@ from aetcd import rpc
 from keepstep.protocol.errors import RemoteProtocolError
 from keepstep.protocol.ids import Incarnation, ReplicaId
 from keepstep.protocol.messages import Decision, Report
+from keepstep.protocol.sense import problem_of_decision, problem_of_report
+from keepstep.runtime.refusals import Refusals
 from keepstep.runtime.wire import decode
 
-log = logging.getLogger("keepstep")
-
+MAX_VALUE = 8 << 20  # bytes; a report has some hundred, unless many units are requeued
 _NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+def _value_of(name: bytes, value: bytes) -> Decision | Report | None:
+    """What we read the key for; None: for its being there. Raises RemoteProtocolError."""
+    if len(value) > MAX_VALUE:
+        raise RemoteProtocolError(f"it has {len(value)} bytes, at most {MAX_VALUE} can be right")
+    if name == b"decision":
+        decision = decode(value, Decision)
+        problem = problem_of_decision(decision)
+        if problem:
+            raise RemoteProtocolError(f"this decision cannot be meant: {problem}")
+        return decision
+    if name.startswith(b"reports/"):
+        report = decode(value, Report)
+        problem = problem_of_report(report) if name == b"reports/%d" % report.replica_id else "it is another replica's"
+        if problem:
+            raise RemoteProtocolError(f"this report cannot be meant: {problem}")
+        return report
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +63,7 @@ class Reading:
         self._values: dict[bytes, tuple[Any, int]] = {}  # readable report or decision; when this version was first seen
         self._base = 0  # the store's revision at the last full reading: no event up to it is news
         self.newest = 0
+        self._refusals = Refusals("a value in the store")
         self.connected = False
 
     def replace_all(self, found: list[Any], revision: int) -> None:
@@ -72,15 +93,13 @@ class Reading:
         if known is not None and known.value == kv.value:
             return  # `seen_at` stays
         try:
-            if name == b"decision":
-                self._values[name] = (decode(kv.value, Decision), time.monotonic_ns())
-            elif name.startswith(b"reports/"):
-                report = decode(kv.value, Report)
-                if name != b"reports/%d" % report.replica_id:
-                    raise RemoteProtocolError(f"it is of replica {report.replica_id}")
-                self._values[name] = (report, time.monotonic_ns())
+            value = _value_of(name, kv.value)
         except RemoteProtocolError as error:  # what was there before stays in force
-            log.warning("ignored the value of %s in the store: %s", kv.key.decode(errors="replace"), error)
+            where = kv.key.decode(errors="replace")
+            self._refusals.note(where, error, where)
+        else:
+            if value is not None:
+                self._values[name] = (value, time.monotonic_ns())
 
     def _drop(self, key: bytes) -> None:
         self._raw.pop(key, None)

@@ -221,14 +221,15 @@ class LeaderShell:
                 for m in decision.members
             ],
         )
+        size = self.machine.settings.size
         tables: dict[tuple[ReplicaId, Incarnation], tuple[Endpoint, ...]] = {}
         for m in decision.members:
             who = m.replica_id, m.incarnation
-            table = await self._persist(lambda who=who: self._store.get_endpoints(*who))  # type: ignore[misc]
+            table = await self._persist(lambda who=who: self._store.get_endpoints(*who, ranks=size))  # type: ignore[misc]
             assert table is not None
             tables[who] = table
         parts: dict[int, bytes] = {}
-        for rank in range(self.machine.settings.size):
+        for rank in range(size):
             peers = tuple(Peer(replica_id=r, incarnation=i, endpoint=table[rank]) for (r, i), table in tables.items())
             parts[rank] = encode_frame(Decided(decision=decision, peers=peers))
         await self._tree.scatter(b"", parts)
@@ -261,7 +262,7 @@ class LeaderShell:
                 return await call()
             except StoreError as error:
                 if not said:
-                    log.warning("the store is away, training waits for it: %s", error)
+                    log.warning("training waits for the store: %s", error)
                     said = True
                 await asyncio.sleep(0.1)  # a back-off, not a wait for a condition: nothing tells us when it is back
                 if until():

@@ -358,9 +358,9 @@ def test_endpoints(server: tuple[EmbeddedEtcd, str], job: str) -> None:
     async def body(store: EtcdStore) -> None:
         mine = (Endpoint(host="127.0.0.1", ftar_port=1, state_port=2),)
         await store.put_endpoints(ReplicaId(0), Incarnation("a"), mine)
-        assert await store.get_endpoints(ReplicaId(0), Incarnation("a")) == mine
+        assert await store.get_endpoints(ReplicaId(0), Incarnation("a"), 1) == mine
         with pytest.raises(StoreError, match="replica 1"):
-            await store.get_endpoints(ReplicaId(1), Incarnation("a"))
+            await store.get_endpoints(ReplicaId(1), Incarnation("a"), 1)
 
     with_stores(server[1], job, body)
 
@@ -375,9 +375,9 @@ def test_endpoints_that_were_watched_need_no_store(tmp_path: Path) -> None:
         watcher = Watcher()
         await store.watch(watcher)
         server.stop()
-        assert await store.get_endpoints(ReplicaId(0), Incarnation("a")) == mine
+        assert await store.get_endpoints(ReplicaId(0), Incarnation("a"), 1) == mine
         with pytest.raises(StoreError):
-            await store.get_endpoints(ReplicaId(1), Incarnation("a"))
+            await store.get_endpoints(ReplicaId(1), Incarnation("a"), 1)
 
     try:
         with_stores(url, "j", body)
@@ -406,12 +406,17 @@ def test_malformed_values_are_ignored(
             view = await store.read()
             assert (view.last, view.reports, view.announced) == (None, {}, frozenset())
             assert view.revision > 0
-        assert len([r for r in caplog.records if "ignored the value" in r.message]) == 5, "each once"
+        assert len([r for r in caplog.records if "refused a value in the store" in r.message]) == 5, "each once"
         for key in ("job", "endpoints/0/a"):
             await store.client.put((root + key).encode(), b"{")
-        for call in (store.claim_job(RECORD), store.get_endpoints(ReplicaId(0), Incarnation("a"))):
-            with pytest.raises(StoreError, match="cannot be used"):
-                await call
+        with pytest.raises(JobMismatch, match="another version"):
+            await store.claim_job(RECORD)
+        with pytest.raises(StoreError, match="cannot be used"):
+            await store.get_endpoints(ReplicaId(0), Incarnation("a"), 1)
+        one = (Endpoint(host="127.0.0.1", ftar_port=1, state_port=2),)
+        await store.put_endpoints(ReplicaId(0), Incarnation("a"), one)
+        with pytest.raises(StoreError, match="where 1 ranks listen, not 2"):
+            await store.get_endpoints(ReplicaId(0), Incarnation("a"), 2)
 
     with caplog.at_level(logging.WARNING, "keepstep"):
         with_stores(server[1], job, body)
