@@ -10,6 +10,8 @@
 Fails: ConfigError, one sentence that names the variable. Reading files is its only I/O.
 """
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,9 @@ from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
 from keepstep.version import __version__
 
 Address = tuple[str, int]
+
+MAX_TOKEN = 4096
+_PORT = re.compile("[1-9][0-9]{0,4}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,6 @@ class Environment:
         read = _Reader(env)
         size, replicas = read.integer("WORLD_SIZE", least=1), read.integer("NUM_REPLICAS", least=1)
         run_dir = env.get("KEEPSTEP_RUN_DIR")
-        fd = env.get("KEEPSTEP_LEADER_FD")
         incarnation = env.get("KEEPSTEP_INCARNATION")
         throttle = read.number("KEEPSTEP_FETCH_BYTES_PER_S", 0.0)
         return Environment(
@@ -64,13 +68,13 @@ class Environment:
             replica_id=ReplicaId(read.integer("REPLICA_ID", least=0, below=replicas)),
             num_replicas=replicas,
             store=read.text("KEEPSTEP_STORE"),
-            job=env.get("KEEPSTEP_JOB") or "job",
+            job=read.word("KEEPSTEP_JOB", "job"),
             token=read_token(env),
             incarnation=Incarnation(incarnation) if incarnation else None,
             life=read.integer("KEEPSTEP_LIFE", 1, least=1),
             leader_address=read.address("KEEPSTEP_LEADER"),
-            leader_fd=int(fd) if fd else None,
-            host=env.get("KEEPSTEP_HOST") or "127.0.0.1",
+            leader_fd=read.integer("KEEPSTEP_LEADER_FD", least=0) if env.get("KEEPSTEP_LEADER_FD") else None,
+            host=read.word("KEEPSTEP_HOST", "127.0.0.1"),
             run_dir=Path(run_dir) if run_dir else None,
             faults=env.get("KEEPSTEP_FAULTS", ""),
             master_addr=env.get("MASTER_ADDR"),
@@ -87,14 +91,18 @@ class Environment:
 def read_token(env: Mapping[str, str]) -> bytes:
     """The job's secret, from KEEPSTEP_TOKEN or the file KEEPSTEP_TOKEN_FILE."""
     if env.get("KEEPSTEP_TOKEN"):
-        return env["KEEPSTEP_TOKEN"].encode()
+        return os.fsencode(env["KEEPSTEP_TOKEN"])  # its bytes, whatever they are
     path = env.get("KEEPSTEP_TOKEN_FILE")
     if not path:
         raise ConfigError("set KEEPSTEP_TOKEN or KEEPSTEP_TOKEN_FILE to the job's secret, the same for every rank")
     try:
-        token = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"KEEPSTEP_TOKEN_FILE {path} cannot be read: {error.strerror}") from None
+        with open(path, "rb") as file:
+            token = file.read(MAX_TOKEN + 1).strip()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"KEEPSTEP_TOKEN_FILE {path} cannot be read: {why}") from None
+    if len(token) > MAX_TOKEN:
+        raise ConfigError(f"KEEPSTEP_TOKEN_FILE {path} has more than {MAX_TOKEN} bytes: is it the right file?")
     if not token:
         raise ConfigError(f"KEEPSTEP_TOKEN_FILE {path} is empty: put the job's secret in it")
     return token
@@ -113,6 +121,12 @@ class _Reader:
                 f"{name} is not set: start the script with `keepstep run ...`, or with torchrun, one per replica, and "
                 "REPLICA_ID, NUM_REPLICAS, KEEPSTEP_STORE and KEEPSTEP_TOKEN set"
             )
+        return value
+
+    def word(self, name: str, default: str) -> str:
+        value = self._env.get(name) or default
+        if not value.isprintable():
+            self._refuse(name, value, "a name in printable characters")
         return value
 
     def integer(self, name: str, default: int | None = None, *, least: int, below: int | None = None) -> int:
@@ -140,7 +154,7 @@ class _Reader:
         if not text:
             return None
         host, _, port = text.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not host or not _PORT.fullmatch(port) or not int(port) < 65536:
             self._refuse(name, text, "HOST:PORT")
         return host, int(port)
 

@@ -83,6 +83,8 @@ class Fault:
                 raise ValueError(f"{sorted(missing)[0]}= is missing")
             if fields["phase"] not in set(Phase):
                 raise ValueError(f"unknown phase {fields['phase']!r}: use one of {', '.join(Phase)}")
+            if not 0 <= float(argument or 0) < 1e9:
+                raise ValueError(f"{action}={argument} is no number that can be meant")
             life, role = fields.get("incarnation", "any"), fields.get("role", "any")
             if life not in LIVES or role not in ROLES:
                 raise ValueError("incarnation must be first, second, third or any, and role worker, catching_up or any")
