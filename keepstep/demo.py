@@ -28,7 +28,8 @@ from rich.table import Table
 from rich.text import Text
 
 from keepstep.observe.picture import draw
-from keepstep.observe.summary import Record, read_run, summarize, whole_lines
+from keepstep.observe.records import Record, read_run, whole_lines
+from keepstep.observe.summary import summarize
 from keepstep.protocol.errors import EX_CONFIG, ConfigError
 
 REPLICAS, RANKS = 3, 2

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep.observe.summary import Record, Run, chain, decisions, losses_by_step, stall, step_times, summarize
+from keepstep.observe.records import Record, Run
+from keepstep.observe.summary import chain, decisions, losses_by_step, stall, step_times, summarize
 from keepstep.protocol.errors import ConfigError
 
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"

@@ -1,68 +1,21 @@
-"""What a run came to: pure functions from its records to the summary, and the reading of the records.
-
-A run directory holds JSON lines: `events/*.jsonl` (each rank's and the launcher's) and `faults.jsonl` (what was injected).
-`mono` is one clock for all processes of the machine, in seconds.
+"""What a run came to: pure functions from its records (`observe.records`) to the summary.
 
 A decision is *committed* iff it is on the final chain: reached over `base` links from the newest decision. A decision that some
 replica committed and the others revoked is not on it, and its units count again where they were trained anew.
 
-Fails: a torn last line (its writer was killed) is left out; missing events give None or an empty list, never a guess.
+Fails: missing events give None or an empty list, never a guess.
 Source: FT-HSDP section 6 (every batch exactly once); what recovery costs the survivors, as in section 7.
 """
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
-from typing import Any
 
-Record = dict[str, Any]
+from keepstep.observe.records import Record, Run
 
 AFTER_REJOIN_STEPS = 1  # steps after the first one as WORKER that still count as "around the rejoin"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Everything that a run wrote down, in order of time."""
-
-    events: tuple[Record, ...]
-    faults: tuple[Record, ...] = ()
-
-    def of(self, event: str) -> list[Record]:
-        """The events of one kind, oldest first."""
-        return [e for e in self.events if e["event"] == event]
-
-
-def read_run(run_dir: Path) -> Run:
-    """Reads what `keepstep run --run-dir` left behind. Also works while the run goes on."""
-    events = [e for path in sorted((run_dir / "events").glob("*.jsonl")) for e in read_lines(path)]
-    faults = read_lines(run_dir / "faults.jsonl")
-    return Run(events=tuple(sorted(events, key=_mono)), faults=tuple(sorted(faults, key=_mono)))
-
-
-def read_lines(path: Path) -> list[Record]:
-    """The whole JSON lines of a file; none if there is no file."""
-    if not path.exists():
-        return []
-    return list(whole_lines(path.read_text(errors="replace").splitlines()))
-
-
-def whole_lines(lines: Iterable[str]) -> Iterator[Record]:
-    """Decodes lines and leaves out those that a killed process could not finish."""
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and "mono" in record:
-            yield record
-
-
-def _mono(record: Record) -> float:
-    return float(record["mono"])
 
 
 # --- the chain -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """One connection of a fetch to one source; see `runtime.state_http` for the conversation.
 
-The source may be anybody by now. It has to prove itself before its answer's body is read; only the beginning of a refusal is read;
-and an answer that takes for ever, a byte at a time, is given up. Fails: `Refused`, in words that do not name the source.
+The source may be anybody by now. It has to prove itself before its answer's body is read; only the beginning of a refusal is
+read; and an answer that takes for ever, a byte at a time, is given up. Fails: `Refused`, in words that do not name the source.
 One thread; `shut` and `give_up_if_late` may come from any.
 """
 

@@ -5,11 +5,11 @@
     401 wrong token, or none yet    400 malformed    410 not held (any more)    503 not reached yet, ask again
 
 Every connection begins with a question without a proof. Its 401 brings the connection's challenge; the proof of each further
-question is an HMAC by the job token over that, the question's number, what is asked for and a nonce, so a question that somebody
-has overheard is of no use to them. The answer carries an HMAC over the nonce and its checksum: neither side believes a stranger. The
-bytes are not encrypted, so who can listen can read; and the checksum finds accidents, not whoever changes bytes on their way.
-The name of the part (job and rank) is signed too: a port that somebody else uses by now answers 401, never with another rank's
-bytes. Nothing is unpickled, and sizes are bounded before allocation.
+question is an HMAC by the job token over that, the question's number, what is asked for and a nonce, so a question that
+somebody has overheard is of no use to them. The answer carries an HMAC over the nonce and its checksum: neither side believes a
+stranger. The bytes are not encrypted, so who can listen can read; and the checksum finds accidents, not whoever changes bytes
+on their way. The name of the part (job and rank) is signed too: a port that somebody else uses by now answers 401, never with
+another rank's bytes. Nothing is unpickled, and sizes are bounded before allocation.
 
 This module has what both ends share; `state_server` answers, `state_fetcher` asks over `state_connection`s.
 """

@@ -1,7 +1,8 @@
 """Strangers at a port, in a process of their own: `python attackers.py KIND PLACE` until its standard input ends.
 
-PLACE is HOST:PORT, or @NAME of an abstract Unix socket. The first line of the input is in hexadecimal: a message that
-was recorded from an honest member, or the like. At the end it prints how many connections were tried. Standard library only: it has to start at once.
+PLACE is HOST:PORT, or @NAME of an abstract Unix socket. The first line of the input is in hexadecimal: a message that was
+recorded from an honest member, or the like. At the end it prints how many connections were tried. Standard library only: it has
+to start at once.
 """
 
 import contextlib

@@ -30,6 +30,7 @@ def commit(step: int, mono: float, replica: int = 0, incarnation: str = "a", **f
     row = {
         "event": "commit",
         "step": step,
+        "seq": step + 1,
         "mono": mono,
         "replica": replica,
         "incarnation": incarnation,

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from keepstep.observe.picture import draw
+from keepstep.observe.records import Run, read_run
 from keepstep.observe.summary import (
-    Run,
     chain,
     losses_by_step,
-    read_run,
     step_times,
     summarize,
     units,
