@@ -419,3 +419,15 @@ def test_somebody_else_with_the_same_name_means_tcp() -> None:
         squatter.close()
         a.listener.close()
         b.listener.close()
+
+
+def test_an_older_chunk_that_is_larger_than_any_fails_the_link(pair: Pair) -> None:
+    """While it looks for the mark of its ring, the receiver throws payloads away: it must not wait for four gigabytes."""
+    if pair.send.kind == "shm":
+        pytest.skip("its payloads are not in the stream")
+    pair.send.socks[0].sendall(HEADER.pack(1, 1, 0, 0, 0xFFFFFFFF, 0) + bytes(1000))
+    pair.receive.adopt(QuorumId(2))
+    with ThreadPoolExecutor(1) as pool:
+        failed = pool.submit(pair.receive.look_for_mark).exception(0.8)
+    assert isinstance(failed, LinkError)
+    assert "larger than any" in str(failed)
