@@ -125,7 +125,11 @@ def _join() -> Job:
     def make_welcome() -> bytes:
         if dist.is_initialized():
             return b"{}"
-        store = TCPStore(env.host, 0, env.world_size, is_master=True, wait_for_workers=False)
+        listener = socket.create_server(
+            (env.host, 0), family=socket.AF_INET6 if ":" in env.host else socket.AF_INET, backlog=1024
+        )
+        port, fd = listener.getsockname()[1], listener.detach()  # by itself torch would listen on every interface
+        store = TCPStore(env.host, port, env.world_size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
         stores.append(store)
         return json.dumps({"host": env.host, "port": store.port}).encode()
 
