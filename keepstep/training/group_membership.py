@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore, Work  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from keepstep.protocol.errors import ConfigError, ExchangeError
+from keepstep.protocol.errors import ConfigError, ExchangeError, RemoteProtocolError
 from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq
 from keepstep.protocol.messages import Endpoint, Peer
 from keepstep.runtime.engine import Engine
 from keepstep.runtime.engine_events import ENDLESS, EngineEvent, EngineSettings, RingBroken, RingReady, StepFailed
 from keepstep.runtime.environment import read_token
 from keepstep.runtime.handshake import Identity
+from keepstep.runtime.wire import decode
 from keepstep.training.point_to_point import PointToPoint
 
 SEQ = Seq(1)
@@ -44,6 +45,10 @@ class Member(msgspec.Struct, frozen=True):
     ring: int  # the last one that it was in
     settings: str
     name: str
+
+    def __post_init__(self) -> None:
+        for port in (self.port, self.direct_port):
+            Endpoint(host=self.host, ftar_port=port, state_port=0)  # a ValueError if it is no place to connect to
 
 
 class FTARWork(Work):
@@ -180,8 +185,8 @@ class Membership(dist.ProcessGroup):
         """Forms the group of `opts.handles`: a list in the order of ranks, or a set. `opts.uuid` must be new. Asynchronous."""
         handles = opts.handles if isinstance(opts.handles, list | tuple) else sorted(opts.handles)
         try:
-            members = [msgspec.json.decode(handle, type=Member) for handle in handles]
-        except msgspec.DecodeError as error:
+            members = [decode(os.fsencode(handle), Member) for handle in handles]
+        except RemoteProtocolError as error:
             raise ConfigError(f"a reconfigure handle is not one of an FTARProcessGroup: {error}") from None
         mine = [rank for rank, member in enumerate(members) if member.life == self._me.incarnation]
         if len(mine) != 1:
@@ -267,8 +272,8 @@ class Membership(dist.ProcessGroup):
             store = self._store[1]
             store.set(keys[rank], msgspec.json.encode(mine).decode())
             store.wait(keys, self._timeout)
-            return [msgspec.json.decode(store.get(key), type=Member) for key in keys]
-        except (RuntimeError, ValueError, msgspec.DecodeError) as error:  # torch's DistError is a RuntimeError
+            return [decode(store.get(key), Member) for key in keys]
+        except (RuntimeError, ValueError, RemoteProtocolError) as error:  # torch's DistError is a RuntimeError
             self._store = None
             failed = ExchangeError(f"the members did not meet at {store_addr}: {error}", phase="connect")
             self._fail(failed)

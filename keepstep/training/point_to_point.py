@@ -152,9 +152,12 @@ class PointToPoint:
         with self._changed:
             old = self._accepted.pop((hello.quorum_id, hello.replica_id), None)
             self._accepted[hello.quorum_id, hello.replica_id] = accepted.sock
+            early = [key for key in self._accepted if key[0] != self._ring]
+            over = [old, *(self._accepted.pop(key) for key in early[:-MAX_EARLY])]
             self._changed.notify_all()
-        if old is not None:
-            old.close()
+        for sock in over:
+            if sock is not None:
+                sock.close()
 
     @contextlib.contextmanager
     def _blaming(self, rank: int) -> Iterator[None]:

@@ -450,7 +450,9 @@ def test_reconfigure_refuses_what_cannot_be() -> None:
         first, second = crew.all(handle)
         for handles, expected in (
             ([second], "own exactly once"), ([first, first], "own exactly once"),
-            (["{}"], "is not one of"), (["x"], "is not one of"),
+            (["{}"], "is not one of"), (["x"], "is not one of"), (["[" * 5000], "is not one of"),
+            ([first.replace('"port":', '"port":9')], "ports lie between"),
+            ([first.replace('"host":"', '"host":"a..b')], "is not one of"),
         ):  # fmt: skip
             crew.members[0].start(reconfigure, 1, handles)
             with pytest.raises(Failure, match=expected):
