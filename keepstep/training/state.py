@@ -17,6 +17,7 @@ Departs from the paper: there a source must not change its state while it is rea
 
 import ctypes
 import json
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -71,9 +72,26 @@ class Layout:
 
     @staticmethod
     def from_json(text: bytes) -> "Layout":
-        raw = json.loads(text)
-        entries = tuple(Entry(p, d, tuple(s), lo, hi, sh) for p, d, s, lo, hi, sh in raw["tensors"])
-        return Layout(entries, raw["values"], raw["total"])
+        """Raises InvariantViolation unless every tensor has its place."""
+        try:
+            raw = json.loads(text)
+            entries = tuple(Entry(str(p), str(d), tuple(s), lo, hi, bool(sh)) for p, d, s, lo, hi, sh in raw["tensors"])
+            layout = Layout(entries, dict(raw["values"]), raw["total"])
+            wrong = next((e for e in entries if not _fits(e, layout.total)), None)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise InvariantViolation(f"the manifest of a state is not what it should be: {error!r}") from None
+        if wrong is not None or len({e.path for e in entries}) != len(entries):
+            raise InvariantViolation(f"the manifest of a state has a tensor that cannot be, or one twice: {wrong}")
+        return layout
+
+
+def _fits(entry: Entry, total: int) -> bool:
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None or not all(isinstance(n, int) and n >= 0 for n in (*entry.shape, entry.lo, entry.hi, total)):
+        return False
+    return (
+        entry.lo % ALIGN == 0 and entry.hi - entry.lo == math.prod(entry.shape) * dtype.itemsize and entry.hi <= total
+    )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -304,6 +322,11 @@ class TrainingState:
             entry = theirs.get(path)
             if entry is None or entry.shape != tuple(local(tensor).shape) or entry.dtype != str(local(tensor).dtype):
                 raise InvariantViolation(f"the fetched state does not fit this model at {path}: {entry}")
+        if len(data) != layout.total or theirs.keys() - mine.keys() - self._optimizer_paths(layout):
+            raise InvariantViolation(
+                f"the fetched state has {len(data)} bytes for {layout.total}, or parts that have no place here"
+            )
+        self._check_values(layout.values)
         flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
         self._load_values(layout.values)
         with torch.no_grad():
@@ -315,6 +338,33 @@ class TrainingState:
                     _, g, i, key = entry.path.split("/", 3)
                     param = self.optimizer.param_groups[int(g)]["params"][int(i)]
                     self.optimizer.state[param][key] = like(part, param) if entry.sharded else part
+
+    def _optimizer_paths(self, layout: Layout) -> set[str]:
+        """Those of its tensors that belong to a parameter of this optimizer."""
+        groups = [len(group["params"]) for group in self.optimizer.param_groups]
+        return {
+            e.path
+            for e in layout.entries
+            if _is_of(e.path.removeprefix("optimizer/"), groups) and e.path[:10] == "optimizer/"
+        }
+
+    def _check_values(self, values: dict[str, Any]) -> None:
+        """Raises InvariantViolation unless everything that `_load_values` needs is there."""
+        groups = [len(group["params"]) for group in self.optimizer.param_groups]
+        theirs, plain, extra = values.get("groups"), values.get("optimizer"), values.get("extra")
+        fits = (
+            isinstance(theirs, list)
+            and len(theirs) == len(groups)
+            and all(isinstance(group, dict) and "params" not in group for group in theirs)
+            and isinstance(plain, dict)
+            and all(_is_of(path, groups) for path in plain)
+            and isinstance(extra, dict)
+            and self.extra.keys() <= extra.keys()
+        )
+        if not fits:
+            raise InvariantViolation(
+                "the values in the fetched state do not fit this optimizer, scheduler and extra parts"
+            )
 
     def _load_values(self, values: dict[str, Any]) -> None:
         self.optimizer.state.clear()
@@ -336,3 +386,11 @@ class TrainingState:
             if flat.numel():
                 hasher.update(_raw(flat))
         return int(hasher.intdigest())
+
+
+def _is_of(path: str, groups: list[int]) -> bool:
+    """Whether GROUP/PARAMETER/KEY is of one of the optimizer's parameters; `groups`: how many there are in each group."""
+    g, _, rest = path.partition("/")
+    i, _, key = rest.partition("/")
+    numbers = all(n.isascii() and n.isdigit() and len(n) < 10 for n in (g, i))
+    return numbers and bool(key) and int(g) < len(groups) and int(i) < groups[int(g)]
