@@ -22,6 +22,15 @@ MAX_VALUE = 8 << 20  # bytes; a report has some hundred, unless many units are r
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """What the store holds at a key; without the value where nobody reads it, or where it is too large to be right."""
+
+    key: bytes
+    value: bytes
+    mod_revision: int
+
+
 def _value_of(name: bytes, value: bytes) -> Decision | Report | None:
     """What we read the key for; None: for its being there. Raises RemoteProtocolError."""
     if len(value) > MAX_VALUE:
@@ -59,7 +68,7 @@ class Reading:
 
     def __init__(self, root: bytes) -> None:
         self._root = root
-        self._raw: dict[bytes, Any] = {}  # etcd's key-value pairs
+        self._raw: dict[bytes, KeyValue] = {}
         self._values: dict[bytes, tuple[Any, int]] = {}  # readable report or decision; when this version was first seen
         self._base = 0  # the store's revision at the last full reading: no event up to it is news
         self.newest = 0
@@ -83,17 +92,19 @@ class Reading:
         else:
             self._put(event.kv)
 
-    def raw(self, key: bytes) -> Any:
-        """etcd's key-value pair, or None if it is not known."""
+    def raw(self, key: bytes) -> KeyValue | None:
+        """What the store holds there, or None if it is not known."""
         return self._raw.get(key)
 
     def _put(self, kv: Any) -> None:
         known, name = self._raw.get(kv.key), kv.key.removeprefix(self._root)
-        self._raw[kv.key] = kv
-        if known is not None and known.value == kv.value:
+        read = name == b"decision" or name.startswith((b"reports/", b"endpoints/"))
+        kept = kv.value if read and len(kv.value) <= MAX_VALUE else b""
+        self._raw[kv.key] = KeyValue(kv.key, kept, kv.mod_revision)
+        if known is not None and known.value == kept:
             return  # `seen_at` stays
         try:
-            value = _value_of(name, kv.value)
+            value = _value_of(name, kv.value) if read else None
         except RemoteProtocolError as error:  # what was there before stays in force
             where = kv.key.decode(errors="replace")
             self._refusals.note(where, error, where)
