@@ -1,10 +1,10 @@
-# make setup | demo | test | test-faults | bench-kill | bench-allreduce | format
+# make setup | demo | test | test-faults | fuzz | bench-kill | bench-allreduce | format
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo test lint unit test-faults bench-kill bench-allreduce format clean
+.PHONY: help setup setup-bench demo test lint unit test-faults fuzz bench-kill bench-allreduce format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -40,6 +40,11 @@ unit: setup
 
 test-faults: setup  ## the long matrix on real processes: a kill in every phase, and every other fault
 	$(BIN)/python -m pytest -m faults
+
+SECONDS ?= 30
+fuzz: setup  ## every parser of bytes from outside, guided by coverage, for SECONDS=30 each
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,fuzz]'
+	$(BIN)/python tests/hostile/fuzz.py all $(SECONDS)
 
 bench-kill: setup-bench  ## survivors' stall after a kill, beside torchft and plain gloo
 	$(BIN)/python benchmarks/kill.py
