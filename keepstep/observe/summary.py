@@ -170,7 +170,10 @@ def rejoin(run: Run, fault: Record) -> Rejoin | None:
             continue
         if commit.get("role") != "worker":
             continue
-        first = next(d for d in decisions(run).values() if _holds(d, fault["replica"], commit["incarnation"]))
+        holding = (d for d in decisions(run).values() if _holds(d, fault["replica"], commit["incarnation"]))
+        first = next(holding, None)
+        if first is None:  # no leader's record of it is left
+            continue
         return Rejoin(
             incarnation=commit["incarnation"],
             member_step=first["step"],
