@@ -461,7 +461,7 @@ class ReceiveLink(_Link):
     def _discard(self, sock: socket.socket, length: int) -> None:
         """Payload of an older ring."""
         if length > len(self._stage):
-            raise self._error(f"it announces a chunk of {length} bytes, larger than any", "connect")
+            raise self.error(f"it announces a chunk of {length} bytes, larger than any", "connect")
         while length:
             piece = self._stage[: min(length, len(self._stage))]
             self._fill(sock, piece, "connect")
