@@ -24,7 +24,7 @@ def replay(result: Result, args: argparse.Namespace, *, replicas: int, ranks: in
 
     def make_optimizer(params: list[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.AdamW(params, lr=0.01)
-        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=args.gamma)
 
     def make_units(rank: int) -> Units:
         return Units(

@@ -43,6 +43,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--plain", action="store_true", help="do not shard")
     parser.add_argument("--mixed", action="store_true", help="bfloat16 parameters in forward, float32 in reductions")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gamma", type=float, default=0.9, help="of the learning rate, every ten steps")
+    parser.add_argument("--final-loss", action="store_true", help="write down the loss over all data at the end")
     parser.add_argument("--raise-at", type=int, default=None)
     parser.add_argument("--leave-at", type=int, default=None)
     return parser
@@ -73,7 +75,7 @@ def main(
             unit_size=args.unit_size,
             epochs=args.epochs,
             max_steps=args.steps,
-            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9),
+            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=args.gamma),
             max_grad_norm=args.max_grad_norm,
             accumulate=args.accumulate,
             bucket_bytes=args.bucket_bytes,
@@ -91,6 +93,8 @@ def main(
             in_step(step)
             step.commit()
         note_parameters(job, model)
+        if args.final_loss:
+            note_loss(job, model, dataset(args.length))
 
 
 def fingerprint(parts: list[torch.Tensor]) -> str:
@@ -103,6 +107,15 @@ def note_parameters(job: keepstep.Job, model: torch.nn.Module) -> None:
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     path = Path(os.environ["KEEPSTEP_RUN_DIR"]) / f"parameters-{job.replica_id}-{job.rank}"
     path.write_text(fingerprint(parts))
+
+
+def note_loss(job: keepstep.Job, model: torch.nn.Module, data: TensorDataset) -> None:
+    """Writes down what the model has learned."""
+    model.eval()
+    with torch.no_grad():
+        x, y = data.tensors
+        loss = torch.nn.functional.mse_loss(model(x), y).item()
+    (Path(os.environ["KEEPSTEP_RUN_DIR"]) / f"loss-{job.replica_id}-{job.rank}").write_text(repr(loss))
 
 
 if __name__ == "__main__":
