@@ -59,7 +59,7 @@ from keepstep.protocol.messages import (
 )
 from keepstep.protocol.quorum import chain, decide, speculate
 from keepstep.runtime.environment import Environment
-from keepstep.runtime.etcd import parse_url
+from keepstep.runtime.etcd_members import parse_url
 from keepstep.runtime.etcd_view import Reading
 from keepstep.runtime.faults import Faults
 from keepstep.runtime.handshake import Identity, connect_hello, greet, welcome
