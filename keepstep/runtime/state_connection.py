@@ -37,6 +37,16 @@ class Damaged(Refused):
     """What it gave failed its checksum."""
 
 
+class _Response(http.client.HTTPResponse):
+    """An answer that does not say "continue" for ever: a source never does."""
+
+    def _read_status(self) -> tuple[str, int, str]:
+        version, status, reason = super()._read_status()  # type: ignore[misc]  # not in typeshed
+        if status == http.client.CONTINUE:
+            raise http.client.BadStatusLine(f"{status} {reason}")
+        return version, status, reason
+
+
 class Connection:
     """One thread's connection to one source."""
 
@@ -45,6 +55,8 @@ class Connection:
         _, host, port = source
         self._signer, self._check = signer, check
         self._http = http.client.HTTPConnection(host, port, timeout=SILENT_S)
+        self._http.response_class = _Response
+        self._sock: socket.socket | None = None
         self._challenge, self._asked = "", 0
         self._known = False  # it has answered a proof on this connection
         self._give_up_at = float("inf")
@@ -66,7 +78,7 @@ class Connection:
                 dropped = isinstance(error, ConnectionResetError | BrokenPipeError)
                 if self._known or not dropped or time.monotonic() > began + AGAIN_FOR_S:
                     raise Refused(str(error) or type(error).__name__) from None
-                self._http.close()  # where strangers flood its port, we may have had to make room for them
+                # Where strangers flood its port, we may have had to make room for them.
                 time.sleep(AGAIN_S)
                 continue
             if body is not None:
@@ -77,6 +89,7 @@ class Connection:
         """None: not yet."""
         nonce = secrets.token_hex(16)
         self._give_up_at = time.monotonic() + ANSWER_S
+        response = None
         try:
             response = self._ask_with(path, nonce)
             if response.status == 401 and not self._challenge:
@@ -84,6 +97,11 @@ class Connection:
                 self._refusal(response)
                 response = self._ask_with(path, nonce)
             return self._body(response, nonce, target, limit)
+        except BaseException:
+            if response is not None:
+                response.close()  # it may hold the socket by itself
+            self._http.close()
+            raise
         finally:
             self._give_up_at = float("inf")
 
@@ -91,6 +109,7 @@ class Connection:
         if self._http.sock is None:
             self._challenge, self._asked, self._known = "", 0, False
             self._http.connect()
+            self._sock = self._http.sock  # which the connection lets go of where an answer has no length
             self._check()  # cancelled while there was no socket yet that could be shut
         proof = self._signer.request(path, nonce, self._challenge, self._asked) if self._challenge else ""
         self._http.request("GET", path, headers={AUTH: f"{nonce}:{proof}"})
@@ -134,7 +153,7 @@ class Connection:
 
     def shut(self) -> None:
         """Wakes whoever reads from it. Any thread."""
-        sock = self._http.sock
+        sock = self._sock
         if sock is not None:
             with contextlib.suppress(OSError):  # it is gone already
                 sock.shutdown(socket.SHUT_RDWR)
