@@ -44,7 +44,7 @@ def test_the_right_one_is_loaded() -> None:
     assert not any(p.any() for p in state.model.parameters())
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.one_of(mutated((MANIFEST,)), st.binary(max_size=100)))
 def test_any_other_bytes(manifest: bytes) -> None:
     load(manifest)

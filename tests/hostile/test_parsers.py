@@ -46,7 +46,7 @@ def mutated(messages: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
     return st.builds(changed, st.sampled_from(messages), st.integers(0, 1 << 32))
 
 
-COMMON = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+COMMON = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -67,7 +67,7 @@ def test_any_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_right_messages_with_something_changed(name: str) -> None:
-    @settings(COMMON, max_examples=250)
+    @settings(COMMON, max_examples=150)
     @given(mutated(TARGETS[name].examples))
     def check(data: bytes) -> None:
         TARGETS[name].run(data)
