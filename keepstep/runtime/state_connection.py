@@ -22,7 +22,7 @@ from keepstep.runtime.state_http import AUTH, CHALLENGE, CHECKSUM, PROOF, Signer
 MAX_REFUSAL = 4096
 SILENT_S = 6.0  # a source answers within two seconds, if only to say "not yet"
 ANSWER_S = 60.0  # for one answer, of a few MB; by then it goes to another source
-AGAIN_S, AGAIN_FOR_S = 0.02, 3.0
+AGAIN_S, AGAIN_FOR_S = 0.02, 10.0
 NOT_YET_S = 120.0  # a source may take so long to reach the state that it was named for
 
 Source = tuple[ReplicaId, str, int]
