@@ -1,11 +1,11 @@
 """Rank 0's extra duties (FT-HSDP section 5.2): speaks for the replica in the quorum, and to its ranks.
 
-A thin shell around `protocol.step.LeaderMachine` and `protocol.quorum.decide`. Everything runs on the control loop, so the
+A thin shell around `protocol.step.LeaderMachine` and `protocol.deciding.Decider`. Everything runs on the control loop, so the
 machine needs no lock. Three tasks besides the callbacks:
 
   * the *teller* carries out Tell and TellDecided in order (addresses of peers come from the store, once per incarnation);
   * the *reporter* writes the newest report, retrying while the store is away: an older one that was not written is moot;
-  * whoever sees a change of the store computes `decide` and tries to publish; the compare-and-swap lets one win.
+  * whoever sees a change of the store decides (`protocol.deciding`) and tries to publish; the compare-and-swap lets one win.
 
 Fails: a machine that refuses (ConfigError, broken invariant), a Halt, a store that refuses us or has forgotten decisions, or a
 bug in any callback end the rank through `on_fatal`; an unreachable store only makes the replica wait, and a log line says so.
@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar, TypeVarTuple
 
-from keepstep.protocol import quorum
+from keepstep.protocol import deciding, quorum
+from keepstep.protocol.deciding import Decider
 from keepstep.protocol.errors import JobMismatch, NoStateLeft, StoreError
 from keepstep.protocol.ids import NO_DECISION, Incarnation, Rank, ReplicaId
 from keepstep.protocol.messages import (
@@ -86,7 +87,7 @@ class LeaderShell:
         self._report: Report | None = None
         self._report_written: Report | None = None
         self._report_wanted = asyncio.Event()
-        self._publishing = False
+        self._decider = Decider(policy)
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: tuple[str, float] = ("", 0.0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -272,26 +273,29 @@ class LeaderShell:
 
     def _decide(self) -> None:
         view = self._view
-        if view is None or self._publishing or self._closed or self.machine.over:
-            return
+        if view is not None and not self._closed and not self.machine.over:
+            answer = self._decider.on_view(to_quorum_view(view), view.revision, now=time.monotonic_ns())
+            self._act(answer)
+
+    def _act(self, effects: tuple[deciding.Effect, ...]) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        now = time.monotonic_ns()
-        answer = quorum.decide(to_quorum_view(view), self.policy, now=now)
-        if isinstance(answer, Decision):
-            self._publishing = True
-            self._tasks.append(asyncio.create_task(self._guard(self._publish(answer, view.revision))))
-            self._waiting = ("", 0.0)
-            return
-        if isinstance(answer, quorum.Halt):
-            self._halted(answer)
-            return
-        if answer.reason != self._waiting[0]:
-            self._waiting = (answer.reason, time.monotonic())
-        if answer.until is not None:
-            delay = max(0.0, (answer.until - now) / 1e9) + 1e-4
-            self._timer = self._later(delay, self._decide)
+        for effect in effects:
+            if isinstance(effect, deciding.TryPublish):
+                self._tasks.append(asyncio.create_task(self._guard(self._publish(effect))))
+            else:
+                self._halted(effect.halt)
+                return
+        reason, due = self._decider.waiting, self._decider.next_deadline()
+        if reason != self._waiting[0]:
+            self._waiting = (reason, time.monotonic())
+        if due is not None:
+            self._timer = self._later(max(0.0, (due - time.monotonic_ns()) / 1e9) + 1e-4, self._on_time)
+
+    def _on_time(self) -> None:
+        if not self._closed and not self.machine.over:
+            self._act(self._decider.on_time(now=time.monotonic_ns()))
 
     def _halted(self, halt: quorum.Halt) -> None:
         if not halt.misfits:
@@ -302,18 +306,15 @@ class LeaderShell:
             log.warning("waiting for a replica that does not fit the job to leave: %s", halt.reason)
             self._waiting = (halt.reason, time.monotonic())
 
-    async def _publish(self, decision: Decision, revision: int) -> None:
+    async def _publish(self, wanted: deciding.TryPublish) -> None:
         try:
-            await self._store.publish(decision, revision)
+            await self._store.publish(wanted.decision, wanted.revision)
         except StoreError as error:
-            log.warning("decision %d could not be published: %s", decision.seq, error)
+            log.warning("decision %d could not be published: %s", wanted.decision.seq, error)
             await asyncio.sleep(0.1)
-        finally:
-            self._publishing = False
-            self._tasks = [t for t in self._tasks if not t.done()]
-        if self._view is not None and self._view.last is not None and self._view.last.seq < decision.seq:
-            # The watch will bring what won; until then a second try can only lose. Look again in a moment in case it failed.
-            self._later(0.05, self._decide)
+        self._tasks = [t for t in self._tasks if not t.done()]
+        if not self._closed and not self.machine.over:
+            self._act(self._decider.on_published(now=time.monotonic_ns()))
 
     async def _explain_waits(self) -> None:
         """A silent barrier of hours is the worst of bugs: say who is awaited, and why."""

@@ -1,0 +1,87 @@
+"""When a leader decides: whenever what it sees changes, when a wait is over, and again when an answer of its own is lost.
+
+    on_view ──> decide ──> Wait(until) ──> on_time ──> decide ...
+                  │
+                  └──> TryPublish ──> on_published ──> decide at once if the store moved on, else in a moment
+
+At most one publication is under way. Which decision wins is told by the store only: `on_published` says that the call has ended,
+not how, since a call that failed may have been carried out.
+
+Invariant: nothing seen is forgotten: a change that comes while a publication is under way is decided on when that ends, so
+that a job of one leader cannot stand still. Pure; time is an argument (ns, this leader's monotonic clock).
+"""
+
+from dataclasses import dataclass
+
+from keepstep.protocol import quorum
+from keepstep.protocol.ids import NO_DECISION, Seq
+from keepstep.protocol.messages import Decision, Policy
+
+LOOK_AGAIN_NS = 50_000_000
+"""The watch brings what won; until then a second try can only lose. After this, look whether the call failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TryPublish:
+    """Compare-and-swap `decision` on the decision key's `revision`; then `on_published`."""
+
+    decision: Decision
+    revision: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halted:
+    """The job cannot go on as it is."""
+
+    halt: quorum.Halt
+
+
+Effect = TryPublish | Halted
+
+
+class Decider:
+    """One leader's part in deciding. Single-threaded."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.waiting = ""  # why there is no decision yet
+        self._seen: tuple[quorum.View, int] | None = None  # and the revision of its decision
+        self._publishing: Seq | None = None
+        self._due: int | None = None
+
+    def next_deadline(self) -> int | None:
+        """When to call `on_time`, unless something else happens before."""
+        return self._due
+
+    def on_view(self, view: quorum.View, revision: int, *, now: int) -> tuple[Effect, ...]:
+        """The store shows something new. `revision`: of the decision's key, 0 without one."""
+        self._seen = view, revision
+        return self._decide(now)
+
+    def on_time(self, *, now: int) -> tuple[Effect, ...]:
+        """`next_deadline` has come."""
+        return self._decide(now)
+
+    def on_published(self, *, now: int) -> tuple[Effect, ...]:
+        """The call of the last TryPublish has ended, well or not."""
+        assert self._seen is not None
+        seq, self._publishing = self._publishing, None
+        last = self._seen[0].last
+        if seq is not None and (last.seq if last is not None else NO_DECISION) < seq:
+            self._due = now + LOOK_AGAIN_NS
+            return ()
+        return self._decide(now)
+
+    def _decide(self, now: int) -> tuple[Effect, ...]:
+        if self._seen is None or self._publishing is not None:
+            return ()
+        self._due = None
+        view, revision = self._seen
+        answer = quorum.decide(view, self.policy, now=now)
+        if isinstance(answer, Decision):
+            self._publishing, self.waiting = answer.seq, ""
+            return (TryPublish(decision=answer, revision=revision),)
+        if isinstance(answer, quorum.Halt):
+            return (Halted(halt=answer),)
+        self.waiting, self._due = answer.reason, answer.until
+        return ()

@@ -1,0 +1,68 @@
+"""When a leader decides: at once, after a wait, and again when its own answer is lost."""
+
+import pytest
+from machines import LEDGER, decision
+
+from keepstep.protocol import quorum
+from keepstep.protocol.deciding import LOOK_AGAIN_NS, Decider, Halted, TryPublish
+from keepstep.protocol.ids import NO_DECISION, Incarnation, ReplicaId
+from keepstep.protocol.messages import Decision, Policy, Report
+from keepstep.protocol.quorum import SeenReport, View
+
+POLICY = Policy(num_replicas=1)
+
+
+def view(last: Decision | None, answers: int = NO_DECISION, *, seen_at: int = 0) -> View:
+    report = Report(
+        replica_id=ReplicaId(0), incarnation=Incarnation("a0"), answers=answers, state=last and last.outcome,
+        materialized=last is not None, ledger=LEDGER,
+    )  # type: ignore[arg-type]  # fmt: skip
+    return View(last=last, last_seen_at=0, reports={ReplicaId(0): SeenReport(report=report, seen_at=seen_at)})
+
+
+def published(decider: Decider, seen: View, revision: int) -> Decision:
+    (effect,) = decider.on_view(seen, revision, now=0)
+    assert isinstance(effect, TryPublish)
+    assert effect.revision == revision
+    return effect.decision
+
+
+def test_one_publication_at_a_time() -> None:
+    decider = Decider(POLICY)
+    assert published(decider, view(None), 0).seq == 1
+    assert decider.on_view(view(None), 0, now=1) == ()
+    assert decider.next_deadline() is None
+
+
+def test_a_first_decision_that_is_lost_is_tried_again() -> None:
+    """Nobody else may be there to change what this leader sees."""
+    decider = Decider(POLICY)
+    first = published(decider, view(None), 0)
+    assert decider.on_published(now=7) == ()
+    assert decider.next_deadline() == 7 + LOOK_AGAIN_NS
+    assert decider.on_time(now=7 + LOOK_AGAIN_NS) == (TryPublish(decision=first, revision=0),)
+
+
+def test_what_comes_while_a_publication_is_under_way_is_decided_on_when_it_ends() -> None:
+    """The answer of the store may take longer than the whole step: its only leader has reported again by then."""
+    decider = Decider(POLICY)
+    first = published(decider, view(None), 0)
+    assert decider.on_view(view(first, answers=1), 1, now=1) == ()
+    (effect,) = decider.on_published(now=2)
+    assert isinstance(effect, TryPublish)
+    assert (effect.decision.seq, effect.revision) == (2, 1)
+
+
+def test_a_wait_is_over_by_itself() -> None:
+    decider = Decider(Policy(num_replicas=2, start_wait_ns=5))
+    assert decider.on_view(view(None), 0, now=0) == ()
+    assert "waiting for replica 1" in decider.waiting
+    assert decider.next_deadline() == 5
+    assert len(decider.on_time(now=5)) == 1
+    assert decider.waiting == ""
+
+
+def test_a_halt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    halt = quorum.Halt(reason="nothing is left")
+    monkeypatch.setattr(quorum, "decide", lambda *_, now: halt)
+    assert Decider(POLICY).on_view(view(decision(1, 0, 1)), 1, now=0) == (Halted(halt=halt),)
