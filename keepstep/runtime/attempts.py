@@ -8,9 +8,16 @@ that needs no copy. One lock; nothing under it waits.
 
 import threading
 
+from typing import Protocol
+
 from keepstep.ports import ExchangeBuffer
 from keepstep.protocol.ids import Seq
-from keepstep.runtime.engine import Engine
+
+
+class Engine(Protocol):
+    """What takes the buckets: `runtime.engine.Engine`, or a simulated one."""
+
+    def submit(self, seq: Seq, exchange: int, buffer: ExchangeBuffer) -> None: ...
 
 
 class Attempts:
