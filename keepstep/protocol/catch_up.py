@@ -4,6 +4,7 @@ A rank has a *main thread*, which owns the model and runs the user's code, and e
 it. This machine stands between them. To the main thread it gives *orders*, in an order that is the same on every rank of
 the replica (the main threads meet in collectives, so they must do the same things in the same order):
 
+    Begin     the tensors that the process was born with are this state, of step 0
     Train     compute these units from the state that is held
     Apply     a step is committed: take its reduced gradients through the optimizer
     LoadState the base has been fetched by every rank: load it
@@ -55,6 +56,13 @@ from keepstep.protocol.step import StepSettings, after_commit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """The job starts from this process's initial state, which is called `state` from now on: others may read it."""
+
+    state: StateName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
     """Compute the gradients of `units` from state `start`. `attempt` names this computation in what follows."""
 
@@ -86,7 +94,7 @@ class Leave:
     error: str = ""
 
 
-Order = Train | Apply | LoadState | Leave
+Order = Begin | Train | Apply | LoadState | Leave
 
 # --- other effects ---------------------------------------------------------------------------------------------
 
@@ -232,6 +240,7 @@ class RankMachine:
                     "the job would start from this process's initial state, which it no longer has"
                 )
             self.held = decision.start  # the job starts from our initial state
+            effects.append(GiveOrder(order=Begin(state=decision.start)))
         effects.append(Serve(readers=self._serving.on_decision(decision, we_hold_it=me.role is Role.WORKER)))
         if me.role is Role.WORKER:
             effects += self._work(decision, me)

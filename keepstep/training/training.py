@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from keepstep.protocol import ledger as ledgers
-from keepstep.protocol.catch_up import Apply, Leave, LoadState, Train
+from keepstep.protocol.catch_up import Apply, Begin, Leave, LoadState, Train
 from keepstep.protocol.errors import ConfigError, InvariantViolation, JobOver
 from keepstep.protocol.learning_rate import factor
 from keepstep.protocol.messages import Decision, LedgerState
@@ -238,6 +238,8 @@ class Training:
         while not self._ended:
             given = self._next()
             match given.order:
+                case Begin():
+                    self.state.after_write(given.order.state)
                 case Train():
                     return self._start(given.order)
                 case Apply():
@@ -254,8 +256,6 @@ class Training:
         return given if given is not None else self.job.runtime.next_order()
 
     def _start(self, order: Train) -> Step:
-        if self.state.live is None and order.start.step == 0:
-            self.state.after_write(order.start)  # the job starts from our initial weights
         torch.manual_seed(step_seed(self.seed, order.units, self.job.rank))
         runtime, attempt = self.job.runtime, order.attempt
         self.buckets.start(self.units.weight(order.units), lambda i, buffer: runtime.submit(attempt, i, buffer))
@@ -293,8 +293,6 @@ class Training:
         order = given.order
         assert isinstance(order, Apply)
         decision = order.decision
-        if self.state.live is None and decision.step == 0:
-            self.state.after_write(decision.start)
         if self.state.live != decision.start:
             raise InvariantViolation(f"decision {decision.seq} starts from {decision.start}, we hold {self.state.live}")
         started = time.monotonic()

@@ -33,6 +33,15 @@ def test_an_undisturbed_job_trains_every_unit_once(tmp_path: Path, ranks: int) -
     check(result, 2, units=41)
 
 
+def test_a_job_that_needs_two_replicas_starts(tmp_path: Path) -> None:
+    """One of them fetches the other's initial state before anybody has trained a step."""
+    result = run(
+        tmp_path, "--replicas", "2", "--ranks-per-replica", "1", "--min-replicas", "2",
+        args=("--length", "162", "--unit-size", "4"),
+    )  # fmt: skip
+    check(result, 2, units=41)
+
+
 def test_a_killed_rank_costs_nothing(tmp_path: Path) -> None:
     """kill -9 in the middle of an exchange: the others go on, the replica comes back, and the bits are the same."""
     result = run(

@@ -5,6 +5,7 @@ from machines import C, W, decision, me, member, peers, state
 
 from keepstep.protocol.catch_up import (
     Apply,
+    Begin,
     BeginExchanges,
     BreakRing,
     CancelFetch,
@@ -60,7 +61,8 @@ def working() -> RankMachine:
     """Replica 0 of two WORKERs has committed step 0 under decision 1 and begun step 1 on the units it expects."""
     machine = RankMachine(me(), Rank(1))
     effects = machine.on_message(decided(decision(1, 0, 1, member(0, W, 0), member(1, W, 1))))
-    (train,) = orders(effects)
+    begin, train = orders(effects)
+    assert begin == Begin(state=state(0, 1))
     assert isinstance(train, Train)
     assert begun(effects) == [(1, train.attempt)]
     apply, nxt = orders(commit(machine, 1))
@@ -76,6 +78,15 @@ def test_a_steady_step_is_begun_before_the_decision_and_needs_no_order() -> None
     assert orders(effects) == []
     assert begun(effects) == [(2, 2)]
     assert not [e for e in effects if isinstance(e, ConfigureRing)], "the ring is kept"
+
+
+def test_the_initial_state_can_be_read_before_anybody_trains() -> None:
+    """With min_replicas > 1 the job starts with a decision to fetch: nothing else tells the main thread what its tensors are."""
+    machine = RankMachine(me(), Rank(1))
+    gather = decision(1, 0, 1, member(0, W), member(1, C, fetch=True), kind=Kind.GATHER)
+    assert Begin(state=state(0, 1)) in orders(machine.on_message(decided(gather)))
+    (train,) = orders(machine.on_message(decided(decision(2, 0, 1, member(0, W, 0), member(1, W, 1)))))
+    assert isinstance(train, Train)
 
 
 def test_other_units_than_expected_are_a_new_attempt() -> None:
