@@ -1,0 +1,165 @@
+"""What one world is like and what goes wrong in it, all made from one seed.
+
+A fault happens at a time, or at the n-th time that a replica passes a *point* (see `POINTS`), so that short moments are hit as
+often as long ones. A plan is a value: leaving faults out of it gives a smaller plan, which is how the shrinker works.
+"""
+
+import random
+from dataclasses import dataclass, replace
+
+from keepstep.protocol.ids import ReplicaId
+from keepstep.protocol.messages import LedgerState, Policy
+from keepstep.simulation.clock import MS, SECOND
+
+POINTS = (
+    "report",  # its leader is about to write a report
+    "reported",  # the store has the report
+    "publish",  # its leader has decided and not said so yet
+    "adopt",  # its leader has read a decision that names it
+    "told",  # one of its ranks has been told the decision
+    "begin",  # one of its ranks has begun to exchange
+    "sum",  # one of its ranks has a complete sum
+    "vote",  # one of its ranks is about to vote
+    "commit",  # its leader has told its ranks to commit
+    "apply",  # the main thread of one of its ranks begins to overwrite a state
+    "fetch",  # one of its ranks starts to fetch
+    "range",  # one of its ranks has got a piece of a state
+    "load",  # the main thread of one of its ranks begins to load a fetched state
+)
+
+KINDS = {  # and how often
+    "crash": 30,  # all ranks at once; `seen`: the launcher notices and says so
+    "crash rank": 12,  # one rank; the others follow when somebody notices
+    "freeze": 12,  # nothing runs for `duration`, then everything is late
+    "freeze rank": 8,
+    "mute": 8,  # nothing from its leader reaches the store
+    "blind": 8,  # nothing from the store reaches its leader
+    "cut off": 8,  # both
+    "store away": 4,  # for everybody
+    "store error": 8,  # its next calls fail at once, though the watch goes on
+    "late write": 5,  # its next write reaches the store after `duration`, when it has given it up long since
+    "slow watch": 5,  # news reach its leader a hundred times more slowly
+    "break ring": 14,  # a link of its ring is lost
+    "cut link": 6,  # no bytes from `replica` to `other`, one way
+    "cut tree": 5,  # no bytes between its leader and rank `rank`, one way (`seen`: down) or the other
+    "slow main": 8,  # its main threads take ten times as long
+    "slow fetch": 8,  # its transfers take twenty times as long
+    "damage": 4,  # the next piece of state that it serves is damaged
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    kind: str
+    replica: int
+    at: int = 0  # ns; counts if there is no point
+    point: str = ""
+    nth: int = 1
+    rank: int = 0
+    other: int = 0
+    duration: int = SECOND
+    seen: bool = True
+
+    def __str__(self) -> str:
+        when = f"at its {ordinal(self.nth)} {self.point}" if self.point else f"at {self.at / SECOND:.3f} s"
+        what = self.kind
+        if self.kind in ("crash rank", "freeze rank", "cut tree"):
+            what = f"{self.kind.split()[0]} {self.kind.split()[1]} {self.rank}"
+        if self.kind == "cut link":
+            what = f"cut link to replica {self.other}"
+        if self.kind == "cut tree":
+            what = f"cut tree {'down to' if self.seen else 'up from'} rank {self.rank}"
+        seen = "" if self.seen or self.kind not in ("crash", "crash rank") else ", and no launcher sees it"
+        return f"replica {self.replica}: {what}, {when}, for {self.duration / SECOND:.3f} s{seen}"
+
+
+def ordinal(n: int) -> str:
+    """1st, 2nd, 3rd, 4th ... (up to 20)."""
+    return f"{n}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(n, 'th') }"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One world. Its every random choice comes from `seed` and the plan's other fields."""
+
+    seed: int
+    replicas: int
+    ranks: int
+    policy: Policy
+    ledger: LedgerState  # of the beginning
+    max_steps: int | None = None
+    exchanges: int = 1
+    max_pending: int = 16
+    copies: bool = True  # whether a source copies aside what a reader still needs
+    drifts: tuple[float, ...] = ()  # of each replica's clock
+    faults: tuple[Fault, ...] = ()
+    heal_at: int = 0  # ns: from then on nothing goes wrong any more
+    more_steps: int = 2  # then this many steps with everybody are demanded, or the end of the job
+    jitter: float = 1.0  # 0: everything takes its usual time
+
+    def only(self, faults: tuple[int, ...]) -> "Plan":
+        """The same with just these faults, named by their place."""
+        return replace(self, faults=tuple(self.faults[i] for i in faults))
+
+
+def plan_of(seed: int) -> Plan:
+    """The world of a seed."""
+    rng = random.Random(seed)
+    replicas = rng.choice([1, 2, 2, 3, 3, 3, 3, 4])
+    ranks = rng.choice([1, 1, 1, 2, 2, 3])
+    heal_at = rng.choice([2, 4, 6, 8]) * SECOND
+    stream = rng.random() < 0.25
+    ends = rng.random() < 0.5
+    max_steps = rng.choice([3, 5, 7]) if rng.random() < 0.15 else None
+    total = rng.choice([4, 6, 8]) * replicas - rng.choice([0, 0, 1]) if ends else None
+    ledger = LedgerState(policy="stream" if stream else "pool", cursors=(0,) * replicas if stream else (), total=total)
+    return Plan(
+        seed=seed,
+        replicas=replicas,
+        ranks=ranks,
+        policy=_policy(rng, replicas),
+        ledger=ledger,
+        max_steps=max_steps,
+        exchanges=rng.choice([1, 1, 2]),
+        max_pending=rng.choice([0, 1, 2, 16, 16]),
+        copies=rng.random() < 0.8,
+        drifts=tuple(rng.choice([1.0, 1.0, 0.8, 1.25]) for _ in range(replicas)),
+        faults=tuple(_fault(rng, replicas, ranks, heal_at) for _ in range(rng.choice([0, 1, 2, 2, 3, 3, 4, 6, 8]))),
+        heal_at=heal_at,
+        more_steps=2,
+    )
+
+
+def _policy(rng: random.Random, replicas: int) -> Policy:
+    zones = {ReplicaId(i): rng.choice("ab") for i in range(replicas)} if rng.random() < 0.2 else {}
+    return Policy(
+        num_replicas=replicas,
+        min_replicas=min(replicas, rng.choice([1, 1, 1, 2])),
+        start_wait_ns=rng.choice([1, 10, 60]) * SECOND,
+        straggler_ns=rng.choice([1, 5, 60]) * SECOND,
+        member_grace_ns=rng.choice([0, 200 * MS, 200 * MS]),
+        join_wait_ns=rng.choice([0, 0, 0, SECOND]),
+        restore_wait_ns=rng.choice([3, 10, 10]) * SECOND,
+        finish_wait_ns=rng.choice([5, 30]) * SECOND,
+        ancestry_max=rng.choice([2, 32, 32]),
+        units_per_worker=rng.choice([1, 1, 1, 2]),
+        zones=zones,
+    )
+
+
+def _fault(rng: random.Random, replicas: int, ranks: int, heal_at: int) -> Fault:
+    (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
+    by_point = rng.random() < 0.6
+    return Fault(
+        kind=kind,
+        replica=rng.randrange(replicas),
+        at=rng.randrange(heal_at),
+        point=rng.choice(POINTS) if by_point else "",
+        nth=rng.choice([1, 1, 2, 2, 3, 4, 5, 7]),
+        rank=rng.randrange(ranks),
+        other=rng.randrange(replicas),
+        duration=int(rng.choice([0.3, 1.0, 3.0, 6.0, 12.0]) * SECOND * (0.5 + rng.random())),
+        seen=rng.random() < 0.7,
+    )

@@ -1,0 +1,213 @@
+"""One simulated rank: the real rank machine and the real `Attempts`, with made-up threads around them.
+
+Mirrors `runtime.rank.RankRuntime` (`_on_down`, `_on_engine`, `_carry_out` and the small parts under it) and, for the main thread,
+the loop of `training.training.Training` (`begin`, `_commit`, `_apply`, `_load`, `_leave`): one order at a time, buckets filled
+by Train, sums taken through the optimizer by Apply. The main threads of a replica meet in Train, as in FSDP's collectives.
+"""
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, cast
+
+from keepstep.ports import ExchangeBuffer
+from keepstep.protocol import catch_up as effects
+from keepstep.protocol.catch_up import Apply, Begin, Leave, LoadState, Order, RankMachine, Train
+from keepstep.protocol.errors import InvariantViolation
+from keepstep.protocol.ids import LEADER, QuorumId, Rank, ReplicaId, Seq
+from keepstep.protocol.messages import Downward, Endpoint, Hello, StateName, Upward, Verdict, Vote
+from keepstep.runtime.attempts import Attempts
+from keepstep.simulation.clock import MS, Process
+from keepstep.simulation.fabric import Buffer, Contribution, SimEngine
+from keepstep.simulation.transfer import Fetch, Holding
+
+if TYPE_CHECKING:
+    from keepstep.simulation.life import Life
+    from keepstep.simulation.world import World
+
+Effects = tuple[effects.Effect, ...]
+Given = tuple[Order, tuple[Buffer, ...], int | None]
+"""An order with its reduced buckets, and with the content of a fetched state."""
+
+NOWHERE = Endpoint(host="", ftar_port=0, state_port=0)
+
+
+class SimRank:
+    """One process of one life of a replica."""
+
+    def __init__(self, world: "World", life: "Life", number: Rank) -> None:
+        plan = world.plan
+        self.world, self.life, self.number = world, life, number
+        self.process = Process(f"{life.incarnation}/{number}", life.drift, life.offset)
+        self.machine = RankMachine(life.settings, number)
+        self.attempts = Attempts()
+        self.engine = SimEngine(self)
+        self.holding = Holding(hash((plan.seed, life.replica_id, life.number, number)), plan.copies)
+        self.left = False
+        self._fetch: Fetch | None = None
+        self._fetched: int | None = None
+        self._orders: deque[Given] = deque()
+        self._busy = False
+        self._given = 0
+
+    def say_hello(self) -> None:
+        plan = self.world.plan
+        hello = Hello(rank=self.number, endpoint=NOWHERE, layout_digest="layout", ledger=plan.ledger, version="1")
+        self.life.send_up(self, hello)
+
+    # --- events of the control loop ---------------------------------------------------------------------------
+
+    def on_down(self, message: Downward) -> None:
+        self.world.point("told", self.life.replica_id)
+        if type(message) is Verdict and not message.commit:
+            self.attempts.drop(message.seq)
+        self._run(self.machine.on_message(message))
+
+    def on_step_done(self, seq: Seq) -> None:
+        self._run(self.machine.on_step_done(seq))
+
+    def on_step_failed(self, seq: Seq, suspect: ReplicaId | None, why: str) -> None:
+        self._run(self.machine.on_step_failed(seq, suspect, why))
+
+    def on_ring_broken(self, quorum_id: QuorumId, suspect: ReplicaId | None, why: str) -> None:
+        self._run(self.machine.on_ring_broken(quorum_id, suspect, why))
+
+    def _on_fetched(self, fetch: Fetch) -> None:
+        if fetch is not self._fetch:
+            return  # `cancel` makes sure of that
+        self._fetched = fetch.content
+        self._run(self.machine.on_fetched(fetch.state, None if fetch.content is not None else fetch.why))
+
+    def _on_held(self, state: StateName) -> None:
+        self._run(self.machine.on_held(state))
+
+    # --- effects ----------------------------------------------------------------------------------------------
+
+    def _run(self, out: Effects) -> None:
+        for effect in out:
+            match effect:
+                case effects.GiveOrder():
+                    self._give(effect.order)
+                case effects.ConfigureRing():
+                    self.engine.configure(effect.quorum_id, effect.peers)
+                case effects.BreakRing():
+                    self.engine.abort(effect.quorum_id, effect.suspect, effect.reason)
+                case effects.BeginExchanges():
+                    self._begin(effect)
+                case effects.StartFetch():
+                    self.world.point("fetch", self.life.replica_id)
+                    self._fetch = Fetch(self, effect.state, effect.sources, self._on_fetched)
+                case effects.CancelFetch():
+                    self._cancel_fetch()
+                case effects.Serve():
+                    self.holding.serve(effect.readers)
+                case effects.SendUp():
+                    self._send_up(effect.message)
+
+    def _send_up(self, message: Upward) -> None:
+        if type(message) is Vote:
+            self.world.point("vote", self.life.replica_id)
+        self.life.send_up(self, message)
+
+    def _begin(self, effect: effects.BeginExchanges) -> None:
+        exchanges = self.world.plan.exchanges
+        self.world.point("begin", self.life.replica_id)
+        self.engine.begin(effect.seq, effect.quorum_id, exchanges)
+        if effect.attempt is None:
+            zeros = [Buffer(Contribution(self.life.incarnation)) for _ in range(exchanges)]
+            self.attempts.run_zeros(self.engine, effect.seq, tuple(cast("list[ExchangeBuffer]", zeros)))
+        else:
+            self.attempts.run(self.engine, effect.seq, effect.attempt)
+
+    def _give(self, order: Order) -> None:
+        reduced: tuple[Any, ...] = ()
+        fetched = None
+        if type(order) is Apply:
+            reduced = self.attempts.take(order.decision.seq)
+        elif type(order) is LoadState:
+            fetched, self._fetched = self._fetched, None
+            assert fetched is not None
+        self.world.judge.on_order(self, self._given, order)
+        self._given += 1
+        self._orders.append((order, reduced, fetched))
+        self._work()
+
+    def _cancel_fetch(self) -> None:
+        if self._fetch is not None:
+            self._fetch.cancel()
+        self._fetch = self._fetched = None
+        running = self.machine.running
+        self.attempts.drop_all_but(running.seq if running is not None else None)
+
+    # --- the main thread --------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        if self._busy or not self._orders:
+            return
+        self._busy = True
+        order, reduced, fetched = self._orders.popleft()
+        slow = self.life.main_slowness
+        match order:
+            case Begin():
+                self.holding.after_write(order.state)
+                self.world.judge.on_initial(self, order.state, self.holding.content)
+                self._next()
+            case Train():
+                self.life.meet(order.attempt, self, order)
+            case Apply():
+                self._apply(order, reduced, slow)
+            case LoadState():
+                assert fetched is not None
+                self.world.point("load", self.life.replica_id)
+                self.holding.before_write()
+                self._after(30 * MS * slow, self._loaded, order, fetched)
+            case Leave():
+                self.left = True
+                self.life.on_left(self, order.error)
+
+    def _after(self, typically: int, action: Any, *args: Any) -> None:
+        self.world.clock.after(self.world.takes(typically), self.process, action, *args)
+
+    def _next(self) -> None:
+        self._busy = False
+        self._work()
+
+    def computed(self, order: Train) -> None:
+        """Every rank of the replica takes part in forward and backward: the buckets fill."""
+        base = self.holding.content
+        if self.holding.live != order.start:
+            raise InvariantViolation(f"{order} is to be computed from {self.holding.live}")
+        for number in range(self.world.plan.exchanges):
+            content = hash((base, order.units, self.number, number))
+            given = Contribution(self.life.incarnation, order.units, base, content)
+            self.attempts.submit(self.engine, order.attempt, number, cast(ExchangeBuffer, Buffer(given)))
+        self._next()
+
+    def _apply(self, order: Apply, reduced: tuple[Buffer, ...], slow: int) -> None:
+        decision = order.decision
+        self.world.point("apply", self.life.replica_id)
+        if self.holding.live != decision.start:
+            raise InvariantViolation(
+                f"decision {decision.seq} starts from {decision.start}, we hold {self.holding.live}"
+            )
+        self.world.judge.on_apply(self, decision.seq, [buffer.sum for buffer in reduced])
+        self.holding.before_write()
+        self._after(5 * MS * slow, self._applied, order, reduced)
+
+    def _applied(self, order: Apply, reduced: tuple[Buffer, ...]) -> None:
+        before, outcome = self.holding.content, order.decision.outcome
+        self.holding.content = hash((before, len(order.decision.workers), *[buffer.sum for buffer in reduced]))
+        self.holding.after_write(outcome)
+        units = reduced[0].units if reduced else ()
+        self.world.judge.on_state(self, outcome, self.holding.content, order.ledger, before=before, units=units)
+        self._after(MS // 10, self._on_held, outcome)
+        self._next()
+
+    def _loaded(self, order: LoadState, fetched: int) -> None:
+        self.holding.content = fetched
+        self.holding.after_write(order.state)
+        self.world.judge.on_state(self, order.state, fetched, order.ledger)
+        self._after(MS // 10, self._on_held, order.state)
+        self._next()
+
+    @property
+    def is_leader(self) -> bool:
+        return self.number == LEADER
