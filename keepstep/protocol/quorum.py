@@ -257,7 +257,11 @@ def _same_life(seen: SeenReport, member: Member) -> bool:
 
 def _nobody_holds_a_state(case: _Case, last: Decision, on_chain: Sequence[StateName]) -> Decision | Wait | Halt:
     """No living answer holds a state of the chain. A partition must not roll the job back, so wait first."""
-    until = _first_answer(case, last) + case.policy.restore_wait_ns
+    silent = sorted(
+        case.live.keys() - case.answers.keys()
+    )  # alive, and may hold one: ending the job cannot be taken back
+    patience = max(case.policy.restore_wait_ns, case.policy.straggler_ns) if silent else case.policy.restore_wait_ns
+    until = _first_answer(case, last) + patience
     over = case.now >= until
     for place, state in enumerate(on_chain):
         fetching = [r for r in case.reports if r.state == state]
@@ -268,7 +272,8 @@ def _nobody_holds_a_state(case: _Case, last: Decision, on_chain: Sequence[StateN
                 case, plan, f"no living replica holds state {state.step} yet; its last fetch may still end well"
             )
     if not over:
-        return Wait(reason="no living replica holds a state of the job: waiting for one to come back", until=until)
+        awaited = f"{names(silent)} to say what is held there" if silent else "one to come back"
+        return Wait(reason=f"no living replica holds a state of the job: waiting for {awaited}", until=until)
     if last.step == 0:
         return _from_initial_state(
             case, "no step had been completed for good and nobody holds state 0: the job starts again"

@@ -109,6 +109,15 @@ def test_a_partition_must_not_roll_the_job_back_and_then_it_halts() -> None:
     assert halt.misfits == frozenset()
 
 
+def test_the_job_is_not_given_up_while_somebody_alive_has_not_answered() -> None:
+    """Decided without it, while it was cut off: it is back and holds a state, but has not said so yet. An end is for good."""
+    seen = view(report(0, 7, life="b"), report(1, 6, START, life="b"), last=L)
+    wait = waits(seen, now=NOW + POLICY.restore_wait_ns)
+    assert wait.until == NOW + POLICY.straggler_ns
+    assert "waiting for replica 1 to say what is held there" in wait.reason
+    assert isinstance(decide(seen, POLICY, now=NOW + POLICY.straggler_ns), Halt)
+
+
 def test_lost_in_step_0_the_job_starts_again() -> None:
     last = replace(L, step=Step(0), base=Seq(7), ancestry=())
     lost = report(0, 7, name(1, 3), ledger=BEFORE)  # revoked long ago: no initial state to offer
