@@ -195,6 +195,7 @@ class RankMachine:
         self._fetching: StateName | None = None
         self._base_ledger: LedgerState | None = None  # of `_fetching`
         self._loading = False  # Load was told: commits become orders at once
+        self._behind = False  # the leader doesn't count on our state yet: tell it what we have reached
         self._kept: list[Apply] = []  # committed while fetching, to be replayed
         self.left = False
 
@@ -243,6 +244,7 @@ class RankMachine:
             effects.append(GiveOrder(order=Begin(state=decision.start)))
         effects.append(Serve(readers=self._serving.on_decision(decision, we_hold_it=me.role is Role.WORKER)))
         if me.role is Role.WORKER:
+            self._behind = False
             effects += self._work(decision, me)
         else:
             effects += self._catch_up(decision, me, message.peers)
@@ -265,7 +267,7 @@ class RankMachine:
         self._attempt = None
         if me.fetch:
             self._forget_fetch()
-            self.held = None
+            self.held, self._behind = None, True
             self._fetching, self._base_ledger = decision.start, self.ledger
             sources = tuple(
                 peer for peer, member in zip(peers, decision.members, strict=True) if member.role is Role.WORKER
@@ -361,10 +363,9 @@ class RankMachine:
         return BeginExchanges(seq=decision.seq, quorum_id=decision.quorum_id, attempt=attempt)
 
     def _tell_loaded(self) -> Sequence[Effect]:
-        running = self.running
-        if running is None or running.kind is Kind.TRAIN or self.held != running.start:
+        if not self._behind or not self._loading or self.held is None:
             return ()
-        return (SendUp(message=Loaded(rank=self.rank, state=running.start)),)
+        return (SendUp(message=Loaded(rank=self.rank, state=self.held)),)
 
     def _forget_fetch(self) -> None:
         self._fetching, self._base_ledger, self._loading = None, None, False

@@ -267,7 +267,7 @@ class RingBroken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The state is loaded and all committed steps are replayed (GATHER: the final state is held)."""
+    """A rank that catches up holds this state now. The fetch is over when all ranks hold the one that their leader reports."""
 
     rank: Rank
     state: StateName

@@ -120,7 +120,8 @@ class LeaderMachine:
         self._votes: dict[Rank, Vote] = {}
         self._fetching: StateName | None = None  # what was last told to fetch, unless we gave that up
         self._fetched: set[Rank] = set()
-        self._loaded: set[Rank] = set()
+        self._loaded: set[Rank] = set()  # ranks that hold `_loaded_state`
+        self._loaded_state: StateName | None = None
         self._load_told = False
         self._before_fetch: tuple[StateName, LedgerState | None] | None = (
             None  # what the tensors hold until Load is told
@@ -182,6 +183,7 @@ class LeaderMachine:
             self.ledger = decision.ledger or self._initial_ledger
             self._fetching = decision.start
             self._fetched.clear()
+            self._loaded_state = None
             self._load_told = False
             self._pending = 0
             self._start_over = ""
@@ -194,7 +196,6 @@ class LeaderMachine:
         self.running = decision
         self._quorum_id, self._broken = decision.quorum_id, False
         self._votes.clear()
-        self._loaded.clear()
         self._held_units = me.units
         told = TellDecided(decision=decision)
         if decision.kind is Kind.GATHER and (self.materialized or self._start_over):
@@ -278,10 +279,14 @@ class LeaderMachine:
     def _on_loaded(self, message: Loaded) -> tuple[Effect, ...]:
         if self.materialized or message.state != self.state:
             return ()
+        if message.state != self._loaded_state:
+            self._loaded_state, self._loaded = message.state, set()
         self._loaded.add(message.rank)
-        if len(self._loaded) < self.settings.size or not self._not_training:
+        if len(self._loaded) < self.settings.size:
             return ()
         self.materialized = True
+        if not self._not_training:
+            return ()  # the end of the step, whatever it is, will say so
         self.running = None
         return self._report()
 

@@ -278,3 +278,27 @@ def test_a_member_that_the_store_calls_gone_breaks_the_ring_of_the_running_decis
     machine.on_message(vote(0, 1))
     machine.on_message(vote(1, 1))
     assert machine.on_members_lost(first, gone) == (), "it was committed meanwhile"
+
+
+def test_a_state_that_is_loaded_counts_though_its_step_fails() -> None:
+    """The only other holder may die next: then this replica must be known to hold the state."""
+    machine = catching_up()
+    for rank in (0, 1):
+        machine.on_message(Fetched(rank=Rank(rank), state=state(5, 6), ok=True))
+    assert machine.on_message(Loaded(rank=Rank(0), state=state(5, 6))) == ()
+    assert machine.on_message(Loaded(rank=Rank(1), state=state(5, 6))) == (), "the step under way goes on"
+    report = report_of(machine.on_message(vote(0, 7, yes=False))).report
+    assert (report.state, report.materialized) == (state(5, 6), True)
+
+
+def test_ranks_that_have_loaded_different_states_have_not_loaded_one() -> None:
+    machine = catching_up()
+    for rank in (0, 1):
+        machine.on_message(Fetched(rank=Rank(rank), state=state(5, 6), ok=True))
+    machine.on_message(Loaded(rank=Rank(0), state=state(5, 6)))
+    machine.on_message(vote(0, 7, caught_up=True))
+    machine.on_message(vote(1, 7, caught_up=False))
+    assert machine.on_message(Loaded(rank=Rank(1), state=state(5, 6))) == ()
+    assert machine.on_message(Loaded(rank=Rank(1), state=state(6, 7))) == ()
+    report = report_of(machine.on_message(Loaded(rank=Rank(0), state=state(6, 7)))).report
+    assert (report.state, report.materialized) == (state(6, 7), True)
