@@ -159,9 +159,7 @@ class Judge:
         if given.units and given.computed_from != self.contents.get((decision.start, rank.number)):
             raise Violation(f"I1: {life} computed its part of decision {seq} from other bits than {decision.start}")
 
-    def on_sum(
-        self, rank: "SimRank", seq: Seq, number: int, parts: Sequence["Contribution"], content: int
-    ) -> None:
+    def on_sum(self, rank: "SimRank", seq: Seq, number: int, parts: Sequence["Contribution"], content: int) -> None:
         life, decision = rank.life.incarnation, self.decisions[seq]
         lives, units = [part.life for part in parts], [part.units for part in parts]
         if lives != [m.incarnation for m in decision.members] or units != [m.units for m in decision.members]:
@@ -275,9 +273,11 @@ class Judge:
             alive.add(before)
             at = before
         for other in self.world.lives:
-            steady = other.runs and self.world.clock.now - other.steady_since > STEADY
+            steady = other.in_touch and self.world.clock.now - other.steady_since > STEADY
             if (steady or other is life) and self._held_by_all(other) in alive:
-                raise Violation(f"I5: {life.incarnation} gives up, but {other.incarnation} holds {self._held_by_all(other)}")
+                raise Violation(
+                    f"I5: {life.incarnation} gives up, but {other.incarnation} holds {self._held_by_all(other)}"
+                )
 
     def on_end(self, ending: str) -> None:
         """The world is over, and well."""

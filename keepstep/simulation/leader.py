@@ -93,8 +93,7 @@ class SimLeader:
         return frozenset(
             m.replica_id
             for m in decision.members
-            if m.replica_id != self.life.replica_id
-            and (m.incarnation in view.dead or m.replica_id not in view.reports)
+            if m.replica_id != self.life.replica_id and (m.incarnation in view.dead or m.replica_id not in view.reports)
         )
 
     # --- effects ----------------------------------------------------------------------------------------------

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING
 from keepstep.protocol.catch_up import Train
 from keepstep.protocol.errors import InvariantViolation
 from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
-from keepstep.protocol.messages import Abort, Decided, Decision, Downward, Finish, Load, Peer, StartOver, Upward, Verdict
+from keepstep.protocol.messages import (
+    Abort,
+    Decided,
+    Decision,
+    Downward,
+    Finish,
+    Load,
+    Peer,
+    StartOver,
+    Upward,
+    Verdict,
+)
 from keepstep.protocol.quorum import Halt
 from keepstep.protocol.step import StepSettings
 from keepstep.simulation.clock import MS, SECOND
@@ -76,6 +87,12 @@ class Life:
     @property
     def runs(self) -> bool:
         return all([rank.process.running for rank in self.ranks])
+
+    @property
+    def in_touch(self) -> bool:
+        """Nothing keeps it from the store."""
+        client = self.leader.client
+        return self.runs and not client.mute and not client.blind and self.world.store.up
 
     # --- control tree -----------------------------------------------------------------------------------------
 

@@ -103,6 +103,9 @@ class Client:
         self._silent_since = -1  # nothing of ours reaches the store
         self._silences = 0
         self._closed = False
+        self._lost: list[
+            Callable[[], None]
+        ] = []  # calls whose answer is lost, until the connection is back or they give up
 
     # --- what it sees -----------------------------------------------------------------------------------------
 
@@ -177,6 +180,9 @@ class Client:
             self.world.clock.after(BACK_OFF, self.process, self._reread)
 
     def on_restored(self) -> None:
+        lost, self._lost = self._lost, []
+        for fail in lost:
+            self.world.clock.after(self.world.takes(50 * MS), self.process, fail)
         self.on_silence()
         self.notify()
 
@@ -202,7 +208,8 @@ class Client:
             self.world.clock.after(LEASE, None, self._expire, silence)  # no lease ends while nobody is there to end it
             return
         self._has_lease = False
-        self.world.say(self.replica, "its lease has run out")
+        if any(owner is self for _, owner in self.store.reports.values()):
+            self.world.say(self.replica, "its lease has run out")
         self.store.drop_reports_of(self)
         if not self.process.alive:
             self.store.clients.remove(self)
@@ -219,6 +226,19 @@ class Client:
         if self in self.store.clients:
             self.store.clients.remove(self)
         self.world.clock.after(self.world.takes(3 * MS), None, self.store.drop_reports_of, self)
+
+    def _no_answer(self, done: Callable[[], None]) -> None:
+        """The call ends, badly, when its time is over or when the connection is back."""
+        over = False
+
+        def fail() -> None:
+            nonlocal over
+            if not over:
+                over = True
+                done()
+
+        self._lost.append(fail)
+        self.world.clock.after_local(CALL, self.process, fail)
 
     # --- calls ------------------------------------------------------------------------------------------------
 
@@ -246,7 +266,7 @@ class Client:
         if done is None:
             return
         if lost or self.blind:
-            clock.after_local(CALL, self.process, done, False)
+            self._no_answer(lambda: done(False))
         else:
             clock.after(self.world.takes(2 * MS), self.process, done, True)
 
@@ -264,6 +284,6 @@ class Client:
         if not lost:
             self.store.swap_decision(decision, revision)
         if lost or self.blind:
-            self.world.clock.after_local(CALL + BACK_OFF, self.process, done)
+            self._no_answer(done)
         else:
             self.world.clock.after(self.world.takes(2 * MS), self.process, done)

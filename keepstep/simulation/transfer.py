@@ -121,12 +121,18 @@ class Fetch:
             clock.after(self.world.takes(5 * MS), self.rank.process, self._failed, source, "it is dead")
             return
         here = self.rank.life.replica_id
-        if holder.process.frozen or (source, here) in self.world.fabric.cuts or (here, source) in self.world.fabric.cuts:
+        if (
+            holder.process.frozen
+            or (source, here) in self.world.fabric.cuts
+            or (here, source) in self.world.fabric.cuts
+        ):
             clock.after_local(SILENT, self.rank.process, self._failed, source, "it is silent")
             return
         answer = holder.holding.ask(self.state, part[0])
         if answer == "gone":
-            clock.after(self.world.takes(5 * MS), self.rank.process, self._failed, source, "it does not hold it any more")
+            clock.after(
+                self.world.takes(5 * MS), self.rank.process, self._failed, source, "it does not hold it any more"
+            )
         elif answer == "not yet":
             if clock.now - self._since > NOT_YET:
                 clock.after(0, self.rank.process, self._failed, source, "it did not reach the state")

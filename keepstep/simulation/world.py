@@ -296,6 +296,4 @@ class World:
         except (KeepstepError, AssertionError) as error:
             what = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
             raise Violation(f"at {clock.now / SECOND:.3f} s: {what}") from error
-        return Result(
-            ending=self._ending, steps=self.judge.steps, events=clock.events, seconds=clock.now / SECOND
-        )
+        return Result(ending=self._ending, steps=self.judge.steps, events=clock.events, seconds=clock.now / SECOND)

@@ -1,0 +1,410 @@
+"""Mutants of the protocol: each breaks one rule, by a patch on the code that runs. The simulation must catch every one.
+
+`within` says in how many seeds, from 0. A mutant that survives is a bug of the judge, or of a world too gentle to need the rule.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from keepstep.protocol import catch_up, deciding, ledger, quorum, step, transfer
+from keepstep.protocol.catch_up import GiveOrder, RankMachine
+from keepstep.protocol.messages import Decision, LedgerState, Load, Loaded, Policy, Report, Role, StateName, Vote
+from keepstep.protocol.step import LeaderMachine, Tell
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One broken rule."""
+
+    apply: Callable[[Patch], None]
+    within: int
+
+    @property
+    def name(self) -> str:
+        return self.apply.__name__
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(within: int) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    def add(apply: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTANTS.append(Mutant(apply, within))
+        return apply
+
+    return add
+
+
+# --- the quorum ------------------------------------------------------------------------------------------------
+
+
+@mutant(within=100)
+def stale_reports_count(patch: Patch) -> None:
+    patch.setattr(quorum, "_answers", lambda report, last: True)
+
+
+@mutant(within=1000)
+def lineage_is_not_compared(patch: Patch) -> None:
+    patch.setattr(quorum, "_holds", lambda r, s: r.materialized and r.state is not None and r.state.step == s.step)
+
+
+@mutant(within=100)
+def an_incomplete_state_is_trusted(patch: Patch) -> None:
+    patch.setattr(quorum, "_holds", lambda r, s: r.state == s)
+
+
+@mutant(within=1000)
+def nothing_is_revoked(patch: Patch) -> None:
+    """Everything that was ever decided stays on the chain."""
+    genuine, seen = quorum.chain, set[StateName]()
+
+    def chain(last: Decision) -> list[StateName]:
+        if last.seq == 1:
+            seen.clear()
+        seen.update(genuine(last))
+        return sorted(seen, key=lambda s: (s.step, s.lineage), reverse=True)
+
+    patch.setattr(quorum, "chain", chain)
+
+
+@mutant(within=100)
+def the_outcome_of_the_last_decision_is_ignored(patch: Patch) -> None:
+    patch.setattr(quorum, "chain", lambda last: [last.start, *last.ancestry])
+
+
+@mutant(within=100)
+def the_oldest_state_wins(patch: Patch) -> None:
+    genuine = quorum.chain
+    patch.setattr(quorum, "chain", lambda last: list(reversed(genuine(last))))
+
+
+@mutant(within=1000)
+def a_fetch_is_never_started_again(patch: Patch) -> None:
+    genuine = quorum._member
+
+    def member(report: Report, role: Role, start: StateName, units: Any) -> Any:
+        built = genuine(report, role, start, units)
+        return replace(built, fetch=built.fetch and report.state is None)
+
+    patch.setattr(quorum, "_member", member)
+
+
+@mutant(within=100)
+def a_quorum_id_is_never_changed(patch: Patch) -> None:
+    patch.setattr(quorum, "_ring_is_whole", lambda last, members, reports, start: True)
+
+
+@mutant(within=1000)
+def a_broken_ring_is_kept(patch: Patch) -> None:
+    def same_members(last: Decision, members: Any, reports: Any, start: StateName) -> bool:
+        return [m.incarnation for m in members] == [m.incarnation for m in last.members]
+
+    patch.setattr(quorum, "_ring_is_whole", same_members)
+
+
+@mutant(within=1000)
+def replicas_that_catch_up_get_units(patch: Patch) -> None:
+    genuine = quorum._member
+    patch.setattr(quorum, "_member", lambda report, role, start, units: genuine(report, Role.WORKER, start, units))
+
+
+@mutant(within=1000)
+def the_job_starts_again_when_nobody_holds_a_state(patch: Patch) -> None:
+    patch.setattr(
+        quorum,
+        "_nobody_holds_a_state",
+        lambda case, last, on_chain: quorum._from_initial_state(case, "nobody holds a state"),
+    )
+
+
+@mutant(within=1000)
+def the_job_ends_while_somebody_catches_up(patch: Patch) -> None:
+    genuine = quorum._finish
+    patch.setattr(quorum, "_finish", lambda case, last, plan: genuine(case, last, replace(plan, others=[])))
+
+
+@mutant(within=1000)
+def min_replicas_is_ignored(patch: Patch) -> None:
+    genuine = quorum._train_or_gather
+
+    def train(case: Any, plan: Any, reason: str) -> Any:
+        return genuine(replace(case, policy=replace(case.policy, min_replicas=1)), plan, reason)
+
+    patch.setattr(quorum, "_train_or_gather", train)
+
+
+@mutant(within=100)
+def a_decision_that_was_not_published_is_not_tried_again(patch: Patch) -> None:
+    def on_published(self: deciding.Decider, *, now: int) -> tuple[()]:
+        self._publishing = None
+        return ()
+
+    patch.setattr(deciding.Decider, "on_published", on_published)
+
+
+# --- the ledger ------------------------------------------------------------------------------------------------
+
+
+@mutant(within=100)
+def units_are_committed_when_they_are_assigned(patch: Patch) -> None:
+    genuine = quorum._decision
+
+    def decision(case: Any, plan: Any, kind: Any, reason: str, units: Any) -> Decision:
+        made = genuine(case, plan, kind, reason, units)
+        assert made.ledger is not None
+        return replace(made, ledger=ledger.commit(made.ledger, [u for m in made.members for u in m.units]))
+
+    patch.setattr(quorum, "_decision", decision)
+
+
+@mutant(within=1000)
+def units_given_back_are_forgotten(patch: Patch) -> None:
+    genuine = ledger.commit
+
+    def commit(was: LedgerState, units: Any) -> LedgerState:
+        return replace(genuine(was, units), requeued=was.requeued)
+
+    patch.setattr(ledger, "commit", commit)
+
+
+@mutant(within=1000)
+def requeued_units_are_not_issued(patch: Patch) -> None:
+    genuine = ledger.assign
+    patch.setattr(quorum, "assign", lambda was, workers, most: genuine(replace(was, requeued=()), workers, most))
+
+
+@mutant(within=100)
+def only_our_own_units_are_committed(patch: Patch) -> None:
+    def after_commit(decision: Decision, was: LedgerState) -> LedgerState:
+        return ledger.commit(was, decision.workers[0].units)
+
+    patch.setattr(step, "after_commit", after_commit)
+    patch.setattr(catch_up, "after_commit", after_commit)
+
+
+@mutant(within=1000)
+def two_replicas_keep_one_unit(patch: Patch) -> None:
+    genuine = ledger._deal_pool
+
+    def deal(was: LedgerState, workers: Any, most: int) -> Any:
+        dealt = genuine(was, workers, most)
+        return {r: ledger._first(most, [u for u in held if ledger._is_open(was, u)]) or dealt[r] for r, held in workers}
+
+    patch.setattr(ledger, "_deal_pool", deal)
+
+
+# --- a replica's step ------------------------------------------------------------------------------------------
+
+
+@mutant(within=100)
+def one_vote_is_enough(patch: Patch) -> None:
+    def on_vote(self: LeaderMachine, vote: Vote) -> Any:
+        if self.running is None or vote.seq != self.running.seq:
+            return ()
+        self._votes[vote.rank] = vote
+        self._broken = self._broken or vote.ring_broken
+        return self._commit() if vote.yes else self._retry(vote)
+
+    patch.setattr(LeaderMachine, "_on_vote", on_vote)
+
+
+@mutant(within=100)
+def a_no_counts_as_a_yes(patch: Patch) -> None:
+    genuine = LeaderMachine._on_vote
+    patch.setattr(LeaderMachine, "_on_vote", lambda self, vote: genuine(self, replace(vote, yes=True)))
+
+
+@mutant(within=1000)
+def a_late_vote_counts_for_the_running_decision(patch: Patch) -> None:
+    genuine = LeaderMachine._on_vote
+
+    def on_vote(self: LeaderMachine, vote: Vote) -> Any:
+        return genuine(self, replace(vote, seq=self.running.seq) if self.running is not None else vote)
+
+    patch.setattr(LeaderMachine, "_on_vote", on_vote)
+
+
+@mutant(within=1000)
+def a_superseded_step_may_still_be_completed(patch: Patch) -> None:
+    """Revocation is dropped: the replica answers the new decision and goes on with the old one."""
+
+    def superseded(self: LeaderMachine, decision: Decision) -> Any:
+        return self._report()
+
+    patch.setattr(LeaderMachine, "_superseded", superseded)
+
+
+@mutant(within=1000)
+def a_state_is_complete_before_it_is_replayed(patch: Patch) -> None:
+    genuine = LeaderMachine._on_vote
+    patch.setattr(LeaderMachine, "_on_vote", lambda self, vote: genuine(self, replace(vote, caught_up=True)))
+
+
+@mutant(within=1000)
+def one_rank_that_has_fetched_is_enough(patch: Patch) -> None:
+    genuine = LeaderMachine._on_fetched
+
+    def on_fetched(self: LeaderMachine, message: Any) -> Any:
+        effects = genuine(self, message)
+        if effects or not message.ok or message.state != self._fetching or self._load_told:
+            return effects
+        self._load_told = True
+        return (Tell(message=Load(state=message.state)),)
+
+    patch.setattr(LeaderMachine, "_on_fetched", on_fetched)
+
+
+@mutant(within=1000)
+def one_rank_that_has_loaded_is_enough(patch: Patch) -> None:
+    genuine = LeaderMachine._on_loaded
+
+    def on_loaded(self: LeaderMachine, message: Loaded) -> Any:
+        self._loaded |= set(range(self.settings.size))  # type: ignore[arg-type]
+        return genuine(self, message)
+
+    patch.setattr(LeaderMachine, "_on_loaded", on_loaded)
+
+
+@mutant(within=1000)
+def the_state_from_before_a_fetch_is_forgotten(patch: Patch) -> None:
+    genuine = LeaderMachine._restart_fetch
+
+    def restart(self: LeaderMachine) -> Any:
+        self._before_fetch = None
+        return genuine(self)
+
+    patch.setattr(LeaderMachine, "_restart_fetch", restart)
+
+
+@mutant(within=100)
+def nothing_is_reported_after_a_retry(patch: Patch) -> None:
+    genuine = LeaderMachine._retry
+    patch.setattr(LeaderMachine, "_retry", lambda self, vote: genuine(self, vote)[:1])
+
+
+# --- a rank's step ---------------------------------------------------------------------------------------------
+
+
+@mutant(within=1000)
+def the_replay_leaves_the_first_step_out(patch: Patch) -> None:
+    genuine = RankMachine._on_load
+
+    def on_load(self: RankMachine, message: Load) -> Any:
+        if message.state == self._fetching and not self._loading:
+            self._kept[:1] = []
+        return genuine(self, message)
+
+    patch.setattr(RankMachine, "_on_load", on_load)
+
+
+@mutant(within=1000)
+def sums_are_not_kept_while_fetching(patch: Patch) -> None:
+    genuine = RankMachine._on_verdict
+
+    def on_verdict(self: RankMachine, verdict: Any) -> Any:
+        effects = genuine(self, verdict)
+        self._kept.clear()
+        return effects
+
+    patch.setattr(RankMachine, "_on_verdict", on_verdict)
+
+
+@mutant(within=1000)
+def sums_of_a_given_up_fetch_are_replayed(patch: Patch) -> None:
+    def forget(self: RankMachine) -> None:
+        self._fetching, self._base_ledger, self._loading = None, None, False
+
+    patch.setattr(RankMachine, "_forget_fetch", forget)
+
+
+@mutant(within=100)
+def a_retry_is_applied(patch: Patch) -> None:
+    genuine = RankMachine._on_verdict
+    patch.setattr(RankMachine, "_on_verdict", lambda self, verdict: genuine(self, replace(verdict, commit=True)))
+
+
+@mutant(within=1000)
+def gradients_of_another_state_are_exchanged(patch: Patch) -> None:
+    genuine = RankMachine._work
+
+    def work(self: RankMachine, decision: Decision, me: Any) -> Any:
+        if self._attempt is not None and self._attempt.units == me.units:
+            self._attempt = replace(self._attempt, start=decision.start)
+        return genuine(self, decision, me)
+
+    patch.setattr(RankMachine, "_work", work)
+    genuine_catch_up = RankMachine._catch_up
+
+    def keeps(self: RankMachine, decision: Decision, me: Any, peers: Any) -> Any:
+        attempt = self._attempt
+        effects = genuine_catch_up(self, decision, me, peers)
+        self._attempt = attempt
+        return effects
+
+    patch.setattr(RankMachine, "_catch_up", keeps)
+
+
+@mutant(within=1000)
+def gradients_of_other_units_are_exchanged(patch: Patch) -> None:
+    genuine = RankMachine._work
+
+    def work(self: RankMachine, decision: Decision, me: Any) -> Any:
+        if self._attempt is not None and self._attempt.start == decision.start:
+            self._attempt = replace(self._attempt, units=me.units)
+        return genuine(self, decision, me)
+
+    patch.setattr(RankMachine, "_work", work)
+
+
+@mutant(within=100)
+def a_replica_that_catches_up_does_not_exchange(patch: Patch) -> None:
+    genuine = RankMachine._catch_up
+
+    def silent(self: RankMachine, decision: Decision, me: Any, peers: Any) -> Any:
+        return [e for e in genuine(self, decision, me, peers) if not isinstance(e, catch_up.BeginExchanges)]
+
+    patch.setattr(RankMachine, "_catch_up", silent)
+
+
+@mutant(within=1000)
+def a_fetched_state_gets_the_ledger_of_the_newest(patch: Patch) -> None:
+    genuine = RankMachine._on_load
+
+    def on_load(self: RankMachine, message: Load) -> Any:
+        return tuple(
+            GiveOrder(order=replace(e.order, ledger=self.ledger))
+            if isinstance(e, GiveOrder) and isinstance(e.order, catch_up.LoadState) and self.ledger is not None
+            else e
+            for e in genuine(self, message)
+        )
+
+    patch.setattr(RankMachine, "_on_load", on_load)
+
+
+@mutant(within=1000)
+def a_failed_source_keeps_what_it_owes(patch: Patch) -> None:
+    def failed(self: transfer.Transfer, source: Any, reason: str) -> None:
+        self._sources.discard(source)
+        self.reasons.setdefault(source, reason)
+
+    patch.setattr(transfer.Transfer, "failed", failed)
+
+
+@mutant(within=1000)
+def units_are_begun_for_a_state_that_is_not_ours(patch: Patch) -> None:
+    """The ring is entered, but under the decision before it."""
+    genuine = RankMachine._begin
+
+    def begin(self: RankMachine, decision: Decision, attempt: int | None) -> Any:
+        made = genuine(self, decision, attempt)
+        return replace(made, seq=max(1, decision.seq - 1)) if decision.seq % 7 == 0 else made
+
+    patch.setattr(RankMachine, "_begin", begin)
+
+
+_ = Policy
