@@ -54,6 +54,7 @@ Ts = TypeVarTuple("Ts")
 LINK_GRACE_S = (
     0.4  # a dead member's links tell sooner, and let an exchange end that can; only what they miss waits for this
 )
+OVERWRITTEN_S = 1.0  # the watch may be so late; then the store does not hold our newest report
 WAIT_LOG_S = 10.0  # how often a wait is explained in the log
 
 Emit = Callable[..., None]
@@ -91,6 +92,7 @@ class LeaderShell:
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: tuple[str, float] = ("", 0.0)
         self._tasks: list[asyncio.Task[None]] = []
+        self._overwritten = False  # the store shows another report than our newest: looked at again in a moment
         self._suspected: Decision | None = None  # some of its members may be gone
         self._closed = False
 
@@ -162,7 +164,26 @@ class LeaderShell:
         if view.last is not None:
             self._carry_out(self.machine.on_decision(view.last))
         self._watch_members(view)
+        self._watch_report(view)
         self._decide()
+
+    def _watch_report(self, view: StoreView) -> None:
+        """A write that we had given up may be carried out late, over a newer one: nobody would ever hear of that."""
+        if not self._overwritten and self._is_overwritten(view):
+            self._overwritten = True
+            self._later(OVERWRITTEN_S, self._check_report)
+
+    def _check_report(self) -> None:
+        self._overwritten = False
+        if self._view is not None and not self._closed and self._is_overwritten(self._view):
+            self._report_written = None
+            self._report_wanted.set()
+
+    def _is_overwritten(self, view: StoreView) -> bool:
+        shown, written = view.reports.get(self.machine.settings.replica_id), self._report_written
+        if shown is None or written is None or self._report is not written:
+            return False
+        return view.connected and shown[0] != written
 
     def _watch_members(self, view: StoreView) -> None:
         """Members that the launcher saw die or whose lease ran out: if no link tells in a moment, the ring is broken by hand."""

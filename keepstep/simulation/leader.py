@@ -1,6 +1,6 @@
 """One simulated leader: the real leader's machine and the real `Decider`, with a made-up store and control tree around them.
 
-Mirrors `runtime.leader.LeaderShell`: `on_message` and `_enter`, `_on_view`, `_watch_members` and `_check_members`, the reporter
+Mirrors `runtime.leader.LeaderShell`: `on_message` and `_enter`, `_on_view`, `_watch_report`, `_watch_members`, the reporter
 (`_reporter`, `_persist`: the newest report is written, again and again while the store is away), `_act` and `_publish`.
 """
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from keepstep.simulation.rank import SimRank
 
 LINK_GRACE = 400 * MS
+OVERWRITTEN = 1000 * MS
 
 
 class SimLeader:
@@ -33,6 +34,7 @@ class SimLeader:
         self._hellos: dict[Rank, Hello] = {}
         self._report: Report | None = None
         self._writing = False
+        self._overwritten = False
         self._suspected: Decision | None = None
         self._closed = False
 
@@ -69,12 +71,25 @@ class SimLeader:
         if view.last is not None:
             self._carry_out(self.machine.on_decision(view.last))
         self._watch_members()
+        if not self._overwritten and self._is_overwritten():
+            self._overwritten = True
+            self.world.clock.after_local(OVERWRITTEN, self.process, self._check_report)
         if not self.machine.over:
             self._act(self._decider.on_view(view, self.client.revision, now=self._now))
 
     @property
     def _now(self) -> int:
         return self.world.clock.local(self.process)
+
+    def _check_report(self) -> None:
+        self._overwritten = False
+        if not self._closed and self._is_overwritten():
+            self._writing = True
+            self._write()
+
+    def _is_overwritten(self) -> bool:
+        shown = self.client.view().reports.get(self.life.replica_id)
+        return self.client.connected and not self._writing and shown is not None and shown.report != self._report
 
     def _watch_members(self) -> None:
         running = self.machine.running

@@ -10,6 +10,7 @@ from machines import W, decision, hello, me, member
 
 from keepstep.protocol import quorum
 from keepstep.protocol.errors import NoStateLeft
+from keepstep.protocol.ids import ReplicaId, Seq
 from keepstep.protocol.messages import Abort, Decision, Policy, Report
 from keepstep.protocol.step import Tell
 from keepstep.runtime import leader as leaders
@@ -122,5 +123,25 @@ def test_a_store_that_has_forgotten_a_decision_ends_the_rank(
         assert not world.fatal.done()
         world.store.tell(view(left))
         assert isinstance(await world.end(), NoStateLeft)
+
+    with_world(body)
+
+
+def test_a_report_that_was_overwritten_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that had been given up is carried out late: what the store shows then is not our newest report."""
+    monkeypatch.setattr(leaders, "OVERWRITTEN_S", 0.0)
+    monkeypatch.setattr(LeaderShell, "_decide", lambda self: None)
+
+    async def body(world: World) -> None:
+        written: asyncio.Queue[Report] = asyncio.Queue()
+        monkeypatch.setattr(world.store, "put_report", written.put, raising=False)
+        world.leader._carry_out(world.leader.machine.on_message(hello(0)))
+        newest = await asyncio.wait_for(written.get(), 10)
+        await asyncio.sleep(0)  # the call ends
+        old = replace(newest, answers=Seq(newest.answers + 1))
+        world.store.tell(replace(view(), reports={ReplicaId(0): (newest, 0)}))
+        assert written.empty()
+        world.store.tell(replace(view(), reports={ReplicaId(0): (old, 0)}))
+        assert await asyncio.wait_for(written.get(), 10) == newest
 
     with_world(body)
