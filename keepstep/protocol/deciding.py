@@ -4,6 +4,11 @@
                   │
                   └──> TryPublish ──> on_published ──> decide at once if the store moved on, else in a moment
 
+A decision made from an old view is harmless: the compare-and-swap refuses it. A Halt is acted on without one, and for good, so it
+counts only if everything has just been read for it:
+
+    decide ──> Halt ──> Confirm ──> on_view(fresh) ──> decide ──> Halted, or whatever is right by now
+
 At most one publication is under way. Which decision wins is told by the store only: `on_published` says that the call has ended,
 not how, since a call that failed may have been carried out.
 
@@ -30,13 +35,18 @@ class TryPublish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Confirm:
+    """Read everything from the store, then `on_view` with `fresh`; or `on_unconfirmed`, if it cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Halted:
     """The job cannot go on as it is."""
 
     halt: quorum.Halt
 
 
-Effect = TryPublish | Halted
+Effect = TryPublish | Confirm | Halted
 
 
 class Decider:
@@ -48,15 +58,22 @@ class Decider:
         self._seen: tuple[quorum.View, int] | None = None  # and the revision of its decision
         self._publishing: Seq | None = None
         self._due: int | None = None
+        self._confirming = False
 
     def next_deadline(self) -> int | None:
         """When to call `on_time`, unless something else happens before."""
         return self._due
 
-    def on_view(self, view: quorum.View, revision: int, *, now: int) -> tuple[Effect, ...]:
-        """The store shows something new. `revision`: of the decision's key, 0 without one."""
+    def on_view(self, view: quorum.View, revision: int, *, now: int, fresh: bool = False) -> tuple[Effect, ...]:
+        """The store shows something new. `revision`: of the decision's key, 0 without one. `fresh`: the answer to Confirm."""
         self._seen = view, revision
-        return self._decide(now)
+        self._confirming = self._confirming and not fresh
+        return self._decide(now, fresh)
+
+    def on_unconfirmed(self, *, now: int) -> tuple[Effect, ...]:
+        """The store could not be read: try again in a moment."""
+        self._confirming, self._due = False, now + LOOK_AGAIN_NS
+        return ()
 
     def on_time(self, *, now: int) -> tuple[Effect, ...]:
         """`next_deadline` has come."""
@@ -72,7 +89,7 @@ class Decider:
             return ()
         return self._decide(now)
 
-    def _decide(self, now: int) -> tuple[Effect, ...]:
+    def _decide(self, now: int, fresh: bool = False) -> tuple[Effect, ...]:
         if self._seen is None or self._publishing is not None:
             return ()
         self._due = None
@@ -82,6 +99,9 @@ class Decider:
             self._publishing, self.waiting = answer.seq, ""
             return (TryPublish(decision=answer, revision=revision),)
         if isinstance(answer, quorum.Halt):
-            return (Halted(halt=answer),)
+            if fresh:
+                return (Halted(halt=answer),)
+            asked, self._confirming = self._confirming, True
+            return () if asked else (Confirm(),)
         self.waiting, self._due = answer.reason, answer.until
         return ()

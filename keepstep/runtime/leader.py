@@ -305,6 +305,8 @@ class LeaderShell:
         for effect in effects:
             if isinstance(effect, deciding.TryPublish):
                 self._tasks.append(asyncio.create_task(self._guard(self._publish(effect))))
+            elif isinstance(effect, deciding.Confirm):
+                self._tasks.append(asyncio.create_task(self._guard(self._confirm())))
             else:
                 self._halted(effect.halt)
                 return
@@ -326,6 +328,20 @@ class LeaderShell:
         elif halt.reason != self._waiting[0]:
             log.warning("waiting for a replica that does not fit the job to leave: %s", halt.reason)
             self._waiting = (halt.reason, time.monotonic())
+
+    async def _confirm(self) -> None:
+        try:
+            view = await self._store.read()
+        except StoreError as error:
+            log.warning("the job seems to be over, but the store cannot be asked: %s", error)
+            await asyncio.sleep(0.1)
+            if not self._closed and not self.machine.over:
+                self._act(self._decider.on_unconfirmed(now=time.monotonic_ns()))
+            return
+        if not self._closed and not self.machine.over:
+            self._view = view
+            now = time.monotonic_ns()
+            self._act(self._decider.on_view(to_quorum_view(view), view.revision, now=now, fresh=True))
 
     async def _publish(self, wanted: deciding.TryPublish) -> None:
         try:

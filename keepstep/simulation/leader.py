@@ -1,12 +1,12 @@
 """One simulated leader: the real leader's machine and the real `Decider`, with a made-up store and control tree around them.
 
 Mirrors `runtime.leader.LeaderShell`: `on_message` and `_enter`, `_on_view`, `_watch_report`, `_watch_members`, the reporter
-(`_reporter`, `_persist`: the newest report is written, again and again while the store is away), `_act` and `_publish`.
+(`_reporter`, `_persist`: the newest report is written, again and again while the store is away), `_act`, `_confirm`, `_publish`.
 """
 
 from typing import TYPE_CHECKING
 
-from keepstep.protocol.deciding import Decider, Effect, TryPublish
+from keepstep.protocol.deciding import Confirm, Decider, Effect, TryPublish
 from keepstep.protocol.ids import Rank, ReplicaId
 from keepstep.protocol.messages import Decision, Hello, Report, Upward, Verdict
 from keepstep.protocol.step import Effect as StepEffect
@@ -157,6 +157,8 @@ class SimLeader:
             if isinstance(effect, TryPublish):
                 self.world.point("publish", self.life.replica_id)
                 self.world.clock.after(0, self.process, self._publish, effect)
+            elif isinstance(effect, Confirm):
+                self.client.read(self._confirmed)
             else:
                 self.life.on_halted(effect.halt)
                 return
@@ -164,6 +166,14 @@ class SimLeader:
         if due is not None:
             delay = max(0, due - self._now) + MS // 10
             self.world.clock.after_local(delay, self.process, self._on_time, self._timer)
+
+    def _confirmed(self, read: bool) -> None:
+        if self._closed or self.machine.over:
+            return
+        if read:
+            self._act(self._decider.on_view(self.client.view(), self.client.revision, now=self._now, fresh=True))
+        else:
+            self._act(self._decider.on_unconfirmed(now=self._now))
 
     def _on_time(self, timer: int) -> None:
         if timer == self._timer and not self._closed and not self.machine.over:

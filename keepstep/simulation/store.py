@@ -270,6 +270,20 @@ class Client:
         else:
             clock.after(self.world.takes(2 * MS), self.process, done, True)
 
+    def read(self, done: Callable[[bool], None]) -> None:
+        """Everything, now. `done(False)`: the store cannot be reached."""
+        self.world.clock.after(self.world.takes(2 * MS), None, self._read, done)
+
+    def _read(self, done: Callable[[bool], None]) -> None:
+        if self.mute or self.blind or not self.store.up:
+            self._no_answer(lambda: done(False))
+        else:
+            self.world.clock.after(self.world.takes(2 * MS), self.process, self._has_read, done)
+
+    def _has_read(self, done: Callable[[bool], None]) -> None:
+        self._read_on()
+        done(True)
+
     def publish(self, decision: Decision, revision: int, done: Callable[[], None]) -> None:
         """Compare-and-swap; `done` when the call has ended, however."""
         clock = self.world.clock

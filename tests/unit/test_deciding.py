@@ -4,7 +4,7 @@ import pytest
 from machines import LEDGER, decision
 
 from keepstep.protocol import quorum
-from keepstep.protocol.deciding import LOOK_AGAIN_NS, Decider, Halted, TryPublish
+from keepstep.protocol.deciding import LOOK_AGAIN_NS, Confirm, Decider, Halted, TryPublish
 from keepstep.protocol.ids import NO_DECISION, Incarnation, ReplicaId
 from keepstep.protocol.messages import Decision, Policy, Report
 from keepstep.protocol.quorum import SeenReport, View
@@ -62,7 +62,23 @@ def test_a_wait_is_over_by_itself() -> None:
     assert decider.waiting == ""
 
 
-def test_a_halt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_halt_counts_only_if_the_store_was_just_read_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else stops a leader that sees an old picture from ending the job for itself."""
     halt = quorum.Halt(reason="nothing is left")
     monkeypatch.setattr(quorum, "decide", lambda *_, now: halt)
-    assert Decider(POLICY).on_view(view(decision(1, 0, 1)), 1, now=0) == (Halted(halt=halt),)
+    decider, seen = Decider(POLICY), view(decision(1, 0, 1))
+    assert decider.on_view(seen, 1, now=1) == (Confirm(),)
+    assert decider.on_view(seen, 1, now=2) == (), "asked already"
+    assert decider.on_unconfirmed(now=3) == ()
+    assert decider.next_deadline() == 3 + LOOK_AGAIN_NS
+    assert decider.on_time(now=4) == (Confirm(),)
+    assert decider.on_view(seen, 1, now=5, fresh=True) == (Halted(halt=halt),)
+
+
+def test_a_halt_that_is_out_of_date_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[quorum.Wait | quorum.Halt] = [quorum.Halt(reason="nothing is left"), quorum.Wait(reason="it is back")]
+    monkeypatch.setattr(quorum, "decide", lambda *_, now: answers.pop(0))
+    decider, seen = Decider(POLICY), view(decision(1, 0, 1))
+    assert decider.on_view(seen, 1, now=1) == (Confirm(),)
+    assert decider.on_view(seen, 1, now=2, fresh=True) == ()
+    assert decider.waiting == "it is back"
