@@ -268,9 +268,9 @@ class World:
     def on_published(self, decision: Decision) -> None:
         """The judge has looked at it already."""
         self.say(None, f"decision {decision.seq} ({decision.kind}, ring {decision.quorum_id}): {decision.reason}")
-        if self.healed and self._done_at < 0 and decision.kind is Kind.TRAIN:
-            if len(decision.workers) == self.plan.replicas:
-                self._done_at = self.judge.steps + self.plan.more_steps * self.plan.replicas
+        everybody = sum(not life.done for life in self.lives)  # who gave up, rightly, doesn't come back
+        if self.healed and self._done_at < 0 and decision.kind is Kind.TRAIN and len(decision.workers) == everybody:
+            self._done_at = self.judge.steps + self.plan.more_steps * everybody
 
     def _check(self) -> None:
         if 0 <= self._done_at <= self.judge.steps:
