@@ -7,7 +7,6 @@ that needs no copy. One lock; nothing under it waits.
 """
 
 import threading
-
 from typing import Protocol
 
 from keepstep.ports import ExchangeBuffer

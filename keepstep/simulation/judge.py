@@ -1,13 +1,13 @@
 """The judge: what must hold, whatever happens, told from what can be seen from outside.
 
-It imports nothing of the protocol but its words, and asks no machine: it keeps its own books from decisions as they are published,
-buckets as they are given to rings, sums as they come out, states as main threads reach them, and verdicts as leaders give them. A
-state's content is a number made of everything that went into it, so equal numbers are equal bits.
+It imports nothing of the protocol but its words, and asks no machine: it keeps its own books from decisions as they are
+published, buckets as they are given to rings, sums as they come out, states as main threads reach them, and verdicts as leaders
+give them. A state's content is a number made of everything that went into it, so equal numbers are equal bits.
 
   I1  one name, one content: for each rank, and one history of units for all ranks
   I2  each unit once: in a history, in a decision, at the end; a ledger says exactly what its state was trained with
-  I3  a sum holds one bucket of each member of its decision, made for that decision, from its start, in ring order; a quorum_id names
-      one ring, and is kept only by members who all completed what came before
+  I3  a sum holds one bucket of each member of its decision, made for that decision, from its start, in ring order; a quorum_id
+      names one ring, and is kept only by members who all completed what came before
   I4  a decision starts from a state of the history that is not revoked; whoever has answered a decision does not complete it; a
       replica commits what all its ranks completed, all of them or none
   I5  is the world's: progress once everything is well. Here: nobody gives up while a state is there to go on from
@@ -170,7 +170,7 @@ class Judge:
 
     def _all_ranks_completed(self, life: Incarnation, seq: Seq) -> bool:
         done = self.completed[seq]
-        return all([len(done[life, Rank(k)]) == self.plan.exchanges for k in range(self.plan.ranks)])
+        return all(len(done[life, Rank(k)]) == self.plan.exchanges for k in range(self.plan.ranks))
 
     # --- inside a replica -------------------------------------------------------------------------------------
 

@@ -89,7 +89,9 @@ class SimLeader:
 
     def _is_overwritten(self) -> bool:
         shown = self.client.view().reports.get(self.life.replica_id)
-        return self.client.connected and not self._writing and shown is not None and shown.report != self._report
+        if shown is None or self._report is None or self._writing:
+            return False
+        return self.client.connected and shown.report != self._report
 
     def _watch_members(self) -> None:
         running = self.machine.running

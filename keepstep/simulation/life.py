@@ -1,8 +1,8 @@
 """One life of a replica: its ranks, its leader, the control tree between them, and what its launcher does about its end.
 
-Mirrors `runtime.tree` (messages keep their order; a link that is silent for ten ticks is lost, each end by its own count, and a rank
-that has lost one ends) and `launch.launcher` (an exit is seen at once, the rest of the replica is ended, the store is told, another
-life is started).
+Mirrors `runtime.tree` (messages keep their order; a link that is silent for ten ticks is lost, each end by its own count, and a
+rank that has lost one ends) and `launch.launcher` (an exit is seen at once, the rest of the replica is ended, the store is told,
+another life is started).
 """
 
 from typing import TYPE_CHECKING
@@ -81,12 +81,8 @@ class Life:
             clock.after(world.takes(300 * MS), rank.process, rank.say_hello)
 
     @property
-    def lives(self) -> bool:
-        return all([rank.process.alive for rank in self.ranks])
-
-    @property
     def runs(self) -> bool:
-        return all([rank.process.running for rank in self.ranks])
+        return all(rank.process.running for rank in self.ranks)
 
     @property
     def in_touch(self) -> bool:

@@ -36,7 +36,7 @@ class SimRank:
     def __init__(self, world: "World", life: "Life", number: Rank) -> None:
         plan = world.plan
         self.world, self.life, self.number = world, life, number
-        self.process = Process(f"{life.incarnation}/{number}", life.drift, life.offset)
+        self.process: Process = Process(f"{life.incarnation}/{number}", life.drift, life.offset)
         self.machine = RankMachine(life.settings, number)
         self.attempts = Attempts()
         self.engine = SimEngine(self)

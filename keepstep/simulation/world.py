@@ -1,7 +1,7 @@
 """One world: its replicas, what goes wrong with them, and how it ends.
 
-Under faults the judge demands safety after every event. Then everything heals, and it demands progress: some more steps with every
-replica a WORKER, or the end of the job with equal states, within a bound.
+Under faults the judge demands safety after every event. Then everything heals, and it demands progress: some more steps with
+every replica a WORKER, or the end of the job with equal states, within a bound.
 """
 
 import random
