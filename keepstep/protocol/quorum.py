@@ -96,7 +96,8 @@ def decide(view: View, policy: Policy, *, now: int) -> Decision | Wait | Halt:
         policy=policy,
         now=now,
         live=live,
-        answers={i: s for i, s in live.items() if _answers(s.report, last_seq)},
+        answers=(answers := {i: s for i, s in live.items() if _answers(s.report, last_seq)}),
+        reports=[answers[i].report for i in sorted(answers)],
         expected=view.announced | live.keys(),
         dead=view.dead,
     )
@@ -116,16 +117,13 @@ class _Case:
     now: int
     live: Mapping[ReplicaId, SeenReport]
     answers: Mapping[ReplicaId, SeenReport]  # those of the living that answer `last`
+    reports: Sequence[Report]  # the same, by replica
     expected: frozenset[ReplicaId]  # announced or living
     dead: frozenset[Incarnation]
 
     @property
     def seq(self) -> Seq:
         return Seq((self.last.seq if self.last else NO_DECISION) + 1)
-
-    @property
-    def reports(self) -> list[Report]:
-        return [self.answers[i].report for i in sorted(self.answers)]
 
 
 def _answers(report: Report, last: Seq) -> bool:
@@ -195,7 +193,8 @@ def _next(case: _Case, last: Decision) -> Decision | Wait | Halt:
         return _nobody_holds_a_state(case, last, on_chain)
     state = on_chain[place]
     holders = [r for r in case.reports if _holds(r, state)]
-    misfit = _misfit(holders, [r for r in case.reports if r not in holders])
+    others = [r for r in case.reports if not _holds(r, state)]
+    misfit = _misfit(holders, others)
     if misfit is not None:
         return misfit
     staying = [r for r in holders if not r.leaving] or holders  # the only holder leaves when another one holds it
@@ -203,7 +202,7 @@ def _next(case: _Case, last: Decision) -> Decision | Wait | Halt:
         start=state,
         ancestry=tuple(on_chain[place + 1 :][: case.policy.ancestry_max]),
         holders=staying,
-        others=[r for r in case.reports if r not in holders and not r.leaving],
+        others=[r for r in others if not r.leaving],
         ledger=holders[0].ledger,
     )
     reason = why(last, state, (r.replica_id for r in staying))
