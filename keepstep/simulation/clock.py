@@ -38,6 +38,7 @@ class Clock:
         self.events = 0
         self._queue: list[tuple[int, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
         self._planned = 0
+        self._stopped = False
 
     def after(self, delay: int, process: Process | None, action: Callable[..., None], *args: Any) -> None:
         """Plans `action` for `delay` ns from now."""
@@ -52,18 +53,23 @@ class Clock:
         """The same for a delay by the clock of `process`."""
         self.after(int(delay / process.drift) + 1, process, action, *args)
 
-    def step(self) -> bool:
-        """Lets the next event happen; False if there is none."""
-        if not self._queue:
-            return False
-        self.now, _, process, action, args = heappop(self._queue)
-        self.events += 1
-        if process is not None and not (process.alive and not process.frozen):
-            if process.alive:
+    def run(self, until: int, events: int) -> None:
+        """Lets everything happen, in order, until `stop` is called; at most up to a time and so many events."""
+        queue, self._stopped = self._queue, False
+        while queue and not self._stopped and self.events < events:
+            now, _, process, action, args = heappop(queue)
+            if now > until:
+                return
+            self.now = now
+            self.events += 1
+            if process is None or (process.alive and not process.frozen):
+                action(*args)
+            elif process.alive:
                 process.late.append((action, args))
-            return True
-        action(*args)
-        return True
+
+    def stop(self) -> None:
+        """Ends `run` after the event that is happening."""
+        self._stopped = True
 
     def thaw(self, process: Process) -> None:
         """What could not happen while the process was frozen happens now."""

@@ -21,7 +21,7 @@ from keepstep.protocol.catch_up import Apply, Begin, LoadState, Order, Train
 from keepstep.protocol.ids import Incarnation, Rank, Seq
 from keepstep.protocol.messages import Decision, Kind, LedgerState, Report, Role, StateName
 from keepstep.protocol.quorum import Halt
-from keepstep.simulation.clock import SECOND
+from keepstep.simulation.clock import MS, SECOND
 
 if TYPE_CHECKING:
     from keepstep.simulation.fabric import Contribution
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 STEADY = 5 * SECOND
 """Who has been in touch for so long must be known to everybody."""
+
+
+LATE = ("slow watch", "blind", "mute", "cut off", "store away", "store error", "late write", "freeze", "freeze rank")
 
 
 class Violation(AssertionError):
@@ -65,6 +68,7 @@ class Judge:
         self.completed: dict[Seq, dict[tuple[Incarnation, Rank], set[int]]] = defaultdict(lambda: defaultdict(set))
         self.verdicts: dict[tuple[Incarnation, Seq], bool] = {}
         self.answered: dict[Incarnation, int] = {}
+        self.said_at: dict[Incarnation, int] = {}  # when what it reports was last written
         self.orders: dict[tuple[Incarnation, int], object] = {}
         self.holds: dict[tuple[Incarnation, Rank], StateName | None] = {}
 
@@ -85,6 +89,8 @@ class Judge:
             self._go_back(last, start, new.seq)
         self._check_units(new)
         self._check_ring(new)
+        if new.kind is Kind.END:
+            self._check_nobody_is_left_behind(new)
         self.parent[new.outcome] = start
         self.units[new.outcome] = self.units[start] + tuple([u for m in new.members for u in m.units])
         self.decisions[new.seq] = self.last = new
@@ -125,6 +131,19 @@ class Judge:
         if committed(ledger, upto) != set(units):
             raise Violation(f"I2: {whose} says {ledger}, but trained were {sorted(units)}")
 
+    def _check_nobody_is_left_behind(self, end: Decision) -> None:
+        for life in self.world.lives:
+            answers = self.answered.get(life.incarnation, -1) == end.seq - 1 and self._is_known(life)
+            if answers and end.member(life.replica_id, life.incarnation) is None:
+                raise Violation(f"I5: the job ends without {life.incarnation}, which is alive")
+
+    def _is_known(self, life: "Life") -> bool:
+        """What it reports was written so long ago that everybody must have read it, in a world where news are never late."""
+        said_at = self.said_at.get(life.incarnation)
+        if said_at is None or not life.in_touch or any(fault.kind in LATE for fault in self.plan.faults):
+            return False
+        return self.world.clock.now - said_at > (15 * MS if self.world.healed else 150 * MS)
+
     def _check_ring(self, new: Decision) -> None:
         lives = tuple([m.incarnation for m in new.members])
         if self.rings.setdefault(new.quorum_id, lives) != lives:
@@ -138,6 +157,7 @@ class Judge:
 
     def on_report(self, report: Report) -> None:
         """It has been written."""
+        self.said_at[report.incarnation] = self.world.clock.now
         self.world.say(report.replica_id, f"reports {_named(report)}")
         if report.state is None:
             return

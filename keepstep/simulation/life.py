@@ -37,11 +37,12 @@ TREE_SILENT = 10 * SECOND
 class Link:
     """One direction of the control link between rank 0 and another rank."""
 
-    __slots__ = ("cut_until", "last")
+    __slots__ = ("cut_until", "last", "slowness")
 
     def __init__(self) -> None:
         self.last = 0  # when the newest message arrives: none overtakes another
         self.cut_until = 0
+        self.slowness = 1
 
 
 class Life:
@@ -111,7 +112,7 @@ class Life:
 
     def send_up(self, rank: SimRank, message: Upward) -> None:
         link, clock = self.up[rank.number], self.world.clock
-        due = max(clock.now + self.world.takes(MS), link.last, link.cut_until)
+        due = max(clock.now + self.world.takes(MS) * link.slowness, link.last, link.cut_until)
         link.last = due
         clock.after(due - clock.now, self.ranks[0].process, self.leader.on_message, message)
 

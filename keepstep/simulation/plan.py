@@ -24,6 +24,7 @@ POINTS = (
     "apply",  # the main thread of one of its ranks begins to overwrite a state
     "fetch",  # one of its ranks starts to fetch
     "range",  # one of its ranks has got a piece of a state
+    "serve",  # one of its ranks is asked for a piece of its state
     "load",  # the main thread of one of its ranks begins to load a fetched state
 )
 
@@ -42,6 +43,7 @@ KINDS = {  # and how often
     "break ring": 14,  # a link of its ring is lost
     "cut link": 6,  # no bytes from `replica` to `other`, one way
     "cut tree": 5,  # no bytes between its leader and rank `rank`, one way (`seen`: down) or the other
+    "slow tree": 6,  # messages from rank `rank` to its leader take a hundred times as long
     "slow main": 8,  # its main threads take ten times as long
     "slow fetch": 8,  # its transfers take twenty times as long
     "damage": 4,  # the next piece of state that it serves is damaged
@@ -65,8 +67,8 @@ class Fault:
     def __str__(self) -> str:
         when = f"at its {ordinal(self.nth)} {self.point}" if self.point else f"at {self.at / SECOND:.3f} s"
         what = self.kind
-        if self.kind in ("crash rank", "freeze rank", "cut tree"):
-            what = f"{self.kind.split()[0]} {self.kind.split()[1]} {self.rank}"
+        if self.kind in ("crash rank", "freeze rank", "slow tree"):
+            what = f"{self.kind}{' of rank' if self.kind == 'slow tree' else ''} {self.rank}"
         if self.kind == "cut link":
             what = f"cut link to replica {self.other}"
         if self.kind == "cut tree":
@@ -104,8 +106,8 @@ class Plan:
         return replace(self, faults=tuple(self.faults[i] for i in faults))
 
 
-def plan_of(seed: int) -> Plan:
-    """The world of a seed."""
+def plan_of(seed: int, kinds: tuple[str, ...] = ()) -> Plan:
+    """The world of a seed; in it, only faults of these kinds, if any are named."""
     rng = random.Random(seed)
     replicas = rng.choice([1, 2, 2, 3, 3, 3, 3, 4])
     ranks = rng.choice([1, 1, 1, 2, 2, 3])
@@ -126,7 +128,9 @@ def plan_of(seed: int) -> Plan:
         max_pending=rng.choice([0, 1, 2, 16, 16]),
         copies=rng.random() < 0.8,
         drifts=tuple(rng.choice([1.0, 1.0, 0.8, 1.25]) for _ in range(replicas)),
-        faults=tuple(_fault(rng, replicas, ranks, heal_at) for _ in range(rng.choice([0, 1, 2, 2, 3, 3, 4, 6, 8]))),
+        faults=tuple(
+            _fault(rng, replicas, ranks, heal_at, kinds) for _ in range(rng.choice([0, 1, 2, 2, 3, 3, 4, 6, 8]))
+        ),
         heal_at=heal_at,
         more_steps=2,
     )
@@ -149,14 +153,15 @@ def _policy(rng: random.Random, replicas: int) -> Policy:
     )
 
 
-def _fault(rng: random.Random, replicas: int, ranks: int, heal_at: int) -> Fault:
-    (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
+def _fault(rng: random.Random, replicas: int, ranks: int, heal_at: int, kinds: tuple[str, ...]) -> Fault:
+    (kind,) = rng.choices(kinds or list(KINDS), [KINDS[k] for k in kinds or KINDS])
     by_point = rng.random() < 0.6
+    points = ("publish", "report") if kind in ("store error", "late write") and rng.random() < 0.7 else POINTS
     return Fault(
         kind=kind,
         replica=rng.randrange(replicas),
         at=rng.randrange(heal_at),
-        point=rng.choice(POINTS) if by_point else "",
+        point=rng.choice(points) if by_point else "",
         nth=rng.choice([1, 1, 2, 2, 3, 4, 5, 7]),
         rank=rng.randrange(ranks),
         other=rng.randrange(replicas),

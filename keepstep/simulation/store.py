@@ -130,7 +130,8 @@ class Client:
 
     def _deliver(self) -> None:
         self._told = False
-        if not self.blind and self.store.up and not self._closed:
+        news = self._at < len(self.store.log)
+        if news and not self.blind and self.store.up and not self._closed:
             self._read_on()
             self.on_view()
 

@@ -140,16 +140,21 @@ class Fetch:
                 clock.after(ASK_AGAIN, None, self._at_source, source, life, part)
         else:
             assert isinstance(answer, int)
+            self.world.point("serve", holder.life.replica_id)
             damaged, holder.life.damage = holder.life.damage, False
-            clock.after(self.world.takes(20 * MS), self.rank.process, self._arrived, source, part, answer, damaged)
+            clock.after(self.world.takes(20 * MS), self.rank.process, self._arrived, holder, part, answer, damaged)
 
     def _failed(self, source: ReplicaId, why: str) -> None:
         if not self._over:
             self.transfer.failed(source, why)
             self._go_on()
 
-    def _arrived(self, source: ReplicaId, part: Range, content: int, damaged: bool) -> None:
+    def _arrived(self, holder: "SimRank", part: Range, content: int, damaged: bool) -> None:
         if self._over:
+            return
+        source = holder.life.replica_id
+        if not holder.process.alive:
+            self._failed(source, "it has died")
             return
         self.world.point("range", self.rank.life.replica_id)
         self._idle.add(source)

@@ -207,6 +207,9 @@ class World:
                 self.clock.after(until, None, self.fabric.cuts.discard, (fault.replica, fault.other))
             case "cut tree":
                 life.cut_tree(Rank(fault.rank), until, fault.seen)
+            case "slow tree":
+                life.up[fault.rank].slowness = 100
+                self.clock.after(until, None, setattr, life.up[fault.rank], "slowness", 1)
             case "slow main" | "slow fetch":
                 name, factor = ("main_slowness", 10) if fault.kind == "slow main" else ("fetch_slowness", 20)
                 setattr(life, name, factor)
@@ -256,7 +259,7 @@ class World:
             life.main_slowness = life.fetch_slowness = 1
             life.damage = False
             for link in (*life.down, *life.up):
-                link.cut_until = 0
+                link.cut_until, link.slowness = 0, 1
             client = life.leader.client
             client.errors, client.slowness, client.request_takes = 0, 1, 0
             self._thaw(life.ranks)
@@ -277,7 +280,10 @@ class World:
             self._ending = "steps"
         elif all(life.done for life in self.lives):
             self._ending = "end" if any(life.finished for life in self.lives) else "no state"
-        self.clock.after(CHECK, None, self._check)
+        if self._ending:
+            self.clock.stop()
+        else:
+            self.clock.after(CHECK, None, self._check)
 
     def _bound(self) -> int:
         policy = self.plan.policy
@@ -288,10 +294,10 @@ class World:
         """Plays to the end. Raises Violation."""
         bound, clock = self._bound(), self.clock
         try:
-            while not self._ending:
-                if not clock.step() or clock.now > bound or clock.events > EVENTS_MAX:
-                    last = self.store.last
-                    raise Violation(f"no progress: {last.seq if last else 'no'} {last.reason if last else 'decision'}")
+            clock.run(bound, EVENTS_MAX)
+            if not self._ending:
+                last = self.store.last
+                raise Violation(f"no progress: {last.seq if last else 'no'} {last.reason if last else 'decision'}")
             self.judge.on_end(self._ending)
         except (KeepstepError, AssertionError) as error:
             what = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"

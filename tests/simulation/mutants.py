@@ -1,6 +1,7 @@
 """Mutants of the protocol: each breaks one rule, by a patch on the code that runs. The simulation must catch every one.
 
-`within` says in how many seeds, from 0. A mutant that survives is a bug of the judge, or of a world too gentle to need the rule.
+Each says in how many seeds, from 0, of worlds with every kind of fault, or only with those that are named. A mutant that
+survives is a bug of the judge, or of a world too gentle to need the rule.
 """
 
 from collections.abc import Callable
@@ -9,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from keepstep.protocol import catch_up, deciding, ledger, quorum, step, transfer
+from keepstep.protocol import catch_up, deciding, ledger, quorum, step
 from keepstep.protocol.catch_up import GiveOrder, RankMachine
-from keepstep.protocol.messages import Decision, LedgerState, Load, Loaded, Policy, Report, Role, StateName, Vote
+from keepstep.protocol.messages import Decision, LedgerState, Load, Loaded, Report, Role, StateName, Vote
 from keepstep.protocol.step import LeaderMachine, Tell
 
 Patch = pytest.MonkeyPatch
@@ -23,6 +24,7 @@ class Mutant:
 
     apply: Callable[[Patch], None]
     within: int
+    kinds: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -32,9 +34,9 @@ class Mutant:
 MUTANTS: list[Mutant] = []
 
 
-def mutant(within: int) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+def mutant(within: int, *kinds: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
     def add(apply: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS.append(Mutant(apply, within))
+        MUTANTS.append(Mutant(apply, within, kinds))
         return apply
 
     return add
@@ -43,22 +45,22 @@ def mutant(within: int) -> Callable[[Callable[[Patch], None]], Callable[[Patch],
 # --- the quorum ------------------------------------------------------------------------------------------------
 
 
-@mutant(within=100)
+@mutant(5)
 def stale_reports_count(patch: Patch) -> None:
     patch.setattr(quorum, "_answers", lambda report, last: True)
 
 
-@mutant(within=1000)
+@mutant(300)
 def lineage_is_not_compared(patch: Patch) -> None:
     patch.setattr(quorum, "_holds", lambda r, s: r.materialized and r.state is not None and r.state.step == s.step)
 
 
-@mutant(within=100)
+@mutant(30)
 def an_incomplete_state_is_trusted(patch: Patch) -> None:
     patch.setattr(quorum, "_holds", lambda r, s: r.state == s)
 
 
-@mutant(within=1000)
+@mutant(300)
 def nothing_is_revoked(patch: Patch) -> None:
     """Everything that was ever decided stays on the chain."""
     genuine, seen = quorum.chain, set[StateName]()
@@ -72,18 +74,18 @@ def nothing_is_revoked(patch: Patch) -> None:
     patch.setattr(quorum, "chain", chain)
 
 
-@mutant(within=100)
+@mutant(5)
 def the_outcome_of_the_last_decision_is_ignored(patch: Patch) -> None:
     patch.setattr(quorum, "chain", lambda last: [last.start, *last.ancestry])
 
 
-@mutant(within=100)
+@mutant(20)
 def the_oldest_state_wins(patch: Patch) -> None:
     genuine = quorum.chain
     patch.setattr(quorum, "chain", lambda last: list(reversed(genuine(last))))
 
 
-@mutant(within=1000)
+@mutant(20)
 def a_fetch_is_never_started_again(patch: Patch) -> None:
     genuine = quorum._member
 
@@ -94,12 +96,12 @@ def a_fetch_is_never_started_again(patch: Patch) -> None:
     patch.setattr(quorum, "_member", member)
 
 
-@mutant(within=100)
+@mutant(20)
 def a_quorum_id_is_never_changed(patch: Patch) -> None:
     patch.setattr(quorum, "_ring_is_whole", lambda last, members, reports, start: True)
 
 
-@mutant(within=1000)
+@mutant(40)
 def a_broken_ring_is_kept(patch: Patch) -> None:
     def same_members(last: Decision, members: Any, reports: Any, start: StateName) -> bool:
         return [m.incarnation for m in members] == [m.incarnation for m in last.members]
@@ -107,13 +109,13 @@ def a_broken_ring_is_kept(patch: Patch) -> None:
     patch.setattr(quorum, "_ring_is_whole", same_members)
 
 
-@mutant(within=1000)
+@mutant(5)
 def replicas_that_catch_up_get_units(patch: Patch) -> None:
     genuine = quorum._member
     patch.setattr(quorum, "_member", lambda report, role, start, units: genuine(report, Role.WORKER, start, units))
 
 
-@mutant(within=1000)
+@mutant(100)
 def the_job_starts_again_when_nobody_holds_a_state(patch: Patch) -> None:
     patch.setattr(
         quorum,
@@ -122,13 +124,13 @@ def the_job_starts_again_when_nobody_holds_a_state(patch: Patch) -> None:
     )
 
 
-@mutant(within=1000)
+@mutant(50, "crash")
 def the_job_ends_while_somebody_catches_up(patch: Patch) -> None:
     genuine = quorum._finish
     patch.setattr(quorum, "_finish", lambda case, last, plan: genuine(case, last, replace(plan, others=[])))
 
 
-@mutant(within=1000)
+@mutant(40)
 def min_replicas_is_ignored(patch: Patch) -> None:
     genuine = quorum._train_or_gather
 
@@ -138,7 +140,7 @@ def min_replicas_is_ignored(patch: Patch) -> None:
     patch.setattr(quorum, "_train_or_gather", train)
 
 
-@mutant(within=100)
+@mutant(100, "store error")
 def a_decision_that_was_not_published_is_not_tried_again(patch: Patch) -> None:
     def on_published(self: deciding.Decider, *, now: int) -> tuple[()]:
         self._publishing = None
@@ -150,7 +152,7 @@ def a_decision_that_was_not_published_is_not_tried_again(patch: Patch) -> None:
 # --- the ledger ------------------------------------------------------------------------------------------------
 
 
-@mutant(within=100)
+@mutant(5)
 def units_are_committed_when_they_are_assigned(patch: Patch) -> None:
     genuine = quorum._decision
 
@@ -162,7 +164,7 @@ def units_are_committed_when_they_are_assigned(patch: Patch) -> None:
     patch.setattr(quorum, "_decision", decision)
 
 
-@mutant(within=1000)
+@mutant(30)
 def units_given_back_are_forgotten(patch: Patch) -> None:
     genuine = ledger.commit
 
@@ -172,13 +174,13 @@ def units_given_back_are_forgotten(patch: Patch) -> None:
     patch.setattr(ledger, "commit", commit)
 
 
-@mutant(within=1000)
+@mutant(250)
 def requeued_units_are_not_issued(patch: Patch) -> None:
     genuine = ledger.assign
     patch.setattr(quorum, "assign", lambda was, workers, most: genuine(replace(was, requeued=()), workers, most))
 
 
-@mutant(within=100)
+@mutant(5)
 def only_our_own_units_are_committed(patch: Patch) -> None:
     def after_commit(decision: Decision, was: LedgerState) -> LedgerState:
         return ledger.commit(was, decision.workers[0].units)
@@ -187,21 +189,10 @@ def only_our_own_units_are_committed(patch: Patch) -> None:
     patch.setattr(catch_up, "after_commit", after_commit)
 
 
-@mutant(within=1000)
-def two_replicas_keep_one_unit(patch: Patch) -> None:
-    genuine = ledger._deal_pool
-
-    def deal(was: LedgerState, workers: Any, most: int) -> Any:
-        dealt = genuine(was, workers, most)
-        return {r: ledger._first(most, [u for u in held if ledger._is_open(was, u)]) or dealt[r] for r, held in workers}
-
-    patch.setattr(ledger, "_deal_pool", deal)
-
-
 # --- a replica's step ------------------------------------------------------------------------------------------
 
 
-@mutant(within=100)
+@mutant(5)
 def one_vote_is_enough(patch: Patch) -> None:
     def on_vote(self: LeaderMachine, vote: Vote) -> Any:
         if self.running is None or vote.seq != self.running.seq:
@@ -213,13 +204,13 @@ def one_vote_is_enough(patch: Patch) -> None:
     patch.setattr(LeaderMachine, "_on_vote", on_vote)
 
 
-@mutant(within=100)
+@mutant(20)
 def a_no_counts_as_a_yes(patch: Patch) -> None:
     genuine = LeaderMachine._on_vote
     patch.setattr(LeaderMachine, "_on_vote", lambda self, vote: genuine(self, replace(vote, yes=True)))
 
 
-@mutant(within=1000)
+@mutant(400, "slow tree", "break ring")
 def a_late_vote_counts_for_the_running_decision(patch: Patch) -> None:
     genuine = LeaderMachine._on_vote
 
@@ -229,7 +220,7 @@ def a_late_vote_counts_for_the_running_decision(patch: Patch) -> None:
     patch.setattr(LeaderMachine, "_on_vote", on_vote)
 
 
-@mutant(within=1000)
+@mutant(30)
 def a_superseded_step_may_still_be_completed(patch: Patch) -> None:
     """Revocation is dropped: the replica answers the new decision and goes on with the old one."""
 
@@ -239,13 +230,13 @@ def a_superseded_step_may_still_be_completed(patch: Patch) -> None:
     patch.setattr(LeaderMachine, "_superseded", superseded)
 
 
-@mutant(within=1000)
+@mutant(300)
 def a_state_is_complete_before_it_is_replayed(patch: Patch) -> None:
     genuine = LeaderMachine._on_vote
     patch.setattr(LeaderMachine, "_on_vote", lambda self, vote: genuine(self, replace(vote, caught_up=True)))
 
 
-@mutant(within=1000)
+@mutant(5)
 def one_rank_that_has_fetched_is_enough(patch: Patch) -> None:
     genuine = LeaderMachine._on_fetched
 
@@ -259,7 +250,7 @@ def one_rank_that_has_fetched_is_enough(patch: Patch) -> None:
     patch.setattr(LeaderMachine, "_on_fetched", on_fetched)
 
 
-@mutant(within=1000)
+@mutant(100)
 def one_rank_that_has_loaded_is_enough(patch: Patch) -> None:
     genuine = LeaderMachine._on_loaded
 
@@ -270,7 +261,7 @@ def one_rank_that_has_loaded_is_enough(patch: Patch) -> None:
     patch.setattr(LeaderMachine, "_on_loaded", on_loaded)
 
 
-@mutant(within=1000)
+@mutant(150, "crash")
 def the_state_from_before_a_fetch_is_forgotten(patch: Patch) -> None:
     genuine = LeaderMachine._restart_fetch
 
@@ -281,7 +272,7 @@ def the_state_from_before_a_fetch_is_forgotten(patch: Patch) -> None:
     patch.setattr(LeaderMachine, "_restart_fetch", restart)
 
 
-@mutant(within=100)
+@mutant(20)
 def nothing_is_reported_after_a_retry(patch: Patch) -> None:
     genuine = LeaderMachine._retry
     patch.setattr(LeaderMachine, "_retry", lambda self, vote: genuine(self, vote)[:1])
@@ -290,7 +281,7 @@ def nothing_is_reported_after_a_retry(patch: Patch) -> None:
 # --- a rank's step ---------------------------------------------------------------------------------------------
 
 
-@mutant(within=1000)
+@mutant(60)
 def the_replay_leaves_the_first_step_out(patch: Patch) -> None:
     genuine = RankMachine._on_load
 
@@ -302,7 +293,7 @@ def the_replay_leaves_the_first_step_out(patch: Patch) -> None:
     patch.setattr(RankMachine, "_on_load", on_load)
 
 
-@mutant(within=1000)
+@mutant(60)
 def sums_are_not_kept_while_fetching(patch: Patch) -> None:
     genuine = RankMachine._on_verdict
 
@@ -314,7 +305,7 @@ def sums_are_not_kept_while_fetching(patch: Patch) -> None:
     patch.setattr(RankMachine, "_on_verdict", on_verdict)
 
 
-@mutant(within=1000)
+@mutant(40)
 def sums_of_a_given_up_fetch_are_replayed(patch: Patch) -> None:
     def forget(self: RankMachine) -> None:
         self._fetching, self._base_ledger, self._loading = None, None, False
@@ -322,13 +313,13 @@ def sums_of_a_given_up_fetch_are_replayed(patch: Patch) -> None:
     patch.setattr(RankMachine, "_forget_fetch", forget)
 
 
-@mutant(within=100)
+@mutant(20)
 def a_retry_is_applied(patch: Patch) -> None:
     genuine = RankMachine._on_verdict
     patch.setattr(RankMachine, "_on_verdict", lambda self, verdict: genuine(self, replace(verdict, commit=True)))
 
 
-@mutant(within=1000)
+@mutant(500, "cut off", "mute", "blind")
 def gradients_of_another_state_are_exchanged(patch: Patch) -> None:
     genuine = RankMachine._work
 
@@ -349,7 +340,7 @@ def gradients_of_another_state_are_exchanged(patch: Patch) -> None:
     patch.setattr(RankMachine, "_catch_up", keeps)
 
 
-@mutant(within=1000)
+@mutant(50, "crash")
 def gradients_of_other_units_are_exchanged(patch: Patch) -> None:
     genuine = RankMachine._work
 
@@ -361,7 +352,7 @@ def gradients_of_other_units_are_exchanged(patch: Patch) -> None:
     patch.setattr(RankMachine, "_work", work)
 
 
-@mutant(within=100)
+@mutant(5)
 def a_replica_that_catches_up_does_not_exchange(patch: Patch) -> None:
     genuine = RankMachine._catch_up
 
@@ -371,7 +362,7 @@ def a_replica_that_catches_up_does_not_exchange(patch: Patch) -> None:
     patch.setattr(RankMachine, "_catch_up", silent)
 
 
-@mutant(within=1000)
+@mutant(60)
 def a_fetched_state_gets_the_ledger_of_the_newest(patch: Patch) -> None:
     genuine = RankMachine._on_load
 
@@ -386,18 +377,8 @@ def a_fetched_state_gets_the_ledger_of_the_newest(patch: Patch) -> None:
     patch.setattr(RankMachine, "_on_load", on_load)
 
 
-@mutant(within=1000)
-def a_failed_source_keeps_what_it_owes(patch: Patch) -> None:
-    def failed(self: transfer.Transfer, source: Any, reason: str) -> None:
-        self._sources.discard(source)
-        self.reasons.setdefault(source, reason)
-
-    patch.setattr(transfer.Transfer, "failed", failed)
-
-
-@mutant(within=1000)
-def units_are_begun_for_a_state_that_is_not_ours(patch: Patch) -> None:
-    """The ring is entered, but under the decision before it."""
+@mutant(20)
+def an_exchange_is_begun_under_the_decision_before(patch: Patch) -> None:
     genuine = RankMachine._begin
 
     def begin(self: RankMachine, decision: Decision, attempt: int | None) -> Any:
@@ -405,6 +386,3 @@ def units_are_begun_for_a_state_that_is_not_ours(patch: Patch) -> None:
         return replace(made, seq=max(1, decision.seq - 1)) if decision.seq % 7 == 0 else made
 
     patch.setattr(RankMachine, "_begin", begin)
-
-
-_ = Policy
