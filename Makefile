@@ -1,10 +1,10 @@
-# make setup | demo | test | test-faults | soak | fuzz | bench-kill | bench-allreduce | format
+# make setup | demo | test | test-faults | soak | soak-simulation | fuzz | bench-kill | bench-allreduce | format
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo test lint unit test-faults soak fuzz bench-kill bench-allreduce format clean
+.PHONY: help setup setup-bench demo test lint unit test-faults soak soak-simulation fuzz bench-kill bench-allreduce format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -40,6 +40,11 @@ unit: setup
 
 test-faults: setup  ## the long matrix on real processes: a kill in every phase, and every other fault
 	$(BIN)/python -m pytest -m faults
+
+SEEDS ?= 200000
+FIRST ?= 0
+soak-simulation: setup  ## SEEDS=200000 simulated worlds from FIRST=0 on, on two processes; the last line says what they came to
+	$(BIN)/python -m keepstep.simulation --seeds $(SEEDS) --first $(FIRST) --processes 2
 
 FAILURES ?= 2000
 soak: setup  ## training under FAILURES=2000 random failures: bits, ledger, leaks, loss; about an hour

@@ -88,7 +88,7 @@ class SimLeader:
             self._write()
 
     def _is_overwritten(self) -> bool:
-        shown = self.client.view().reports.get(self.life.replica_id)
+        shown = self.client.seen.get(self.life.replica_id)
         if shown is None or self._report is None or self._writing:
             return False
         return self.client.connected and shown.report != self._report
@@ -106,11 +106,11 @@ class SimLeader:
             self._carry_out(self.machine.on_members_lost(decision, self._lost(decision)))
 
     def _lost(self, decision: Decision) -> frozenset[ReplicaId]:
-        view = self.client.view()
+        dead, reports = self.client.dead, self.client.seen
         return frozenset(
             m.replica_id
             for m in decision.members
-            if m.replica_id != self.life.replica_id and (m.incarnation in view.dead or m.replica_id not in view.reports)
+            if m.replica_id != self.life.replica_id and (m.incarnation in dead or m.replica_id not in reports)
         )
 
     # --- effects ----------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ class Life:
             raise InvariantViolation(f"the ranks of {self.incarnation} compute different things: {here}")
         if len(here) == len(self.ranks):
             del self._met[attempt]
-            takes = self.world.takes(300 * MS) * self.main_slowness
+            takes = self.world.takes(700 * MS) * self.main_slowness
             for each, what in here:
                 self.world.clock.after(takes + self.world.takes(5 * MS), each.process, each.computed, what)
 

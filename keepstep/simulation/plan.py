@@ -98,7 +98,7 @@ class Plan:
     drifts: tuple[float, ...] = ()  # of each replica's clock
     faults: tuple[Fault, ...] = ()
     heal_at: int = 0  # ns: from then on nothing goes wrong any more
-    more_steps: int = 2  # then this many steps with everybody are demanded, or the end of the job
+    more_steps: int = 1  # then this many steps with everybody are demanded, or the end of the job
     jitter: float = 1.0  # 0: everything takes its usual time
 
     def only(self, faults: tuple[int, ...]) -> "Plan":
@@ -132,7 +132,7 @@ def plan_of(seed: int, kinds: tuple[str, ...] = ()) -> Plan:
             _fault(rng, replicas, ranks, heal_at, kinds) for _ in range(rng.choice([0, 1, 2, 2, 3, 3, 4, 6, 8]))
         ),
         heal_at=heal_at,
-        more_steps=2,
+        more_steps=1,
     )
 
 

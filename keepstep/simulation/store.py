@@ -95,8 +95,8 @@ class Client:
         self._told = False
         self._last: Decision | None = None
         self._last_seen_at = 0
-        self._seen: dict[ReplicaId, SeenReport] = {}
-        self._dead: frozenset[Incarnation] = frozenset()
+        self.seen: dict[ReplicaId, SeenReport] = {}
+        self.dead: frozenset[Incarnation] = frozenset()
         self._announced: frozenset[ReplicaId] = frozenset()
         self._wanted: Report | None = None  # what is to stand under our lease
         self._has_lease = True
@@ -113,8 +113,8 @@ class Client:
         return View(
             last=self._last,
             last_seen_at=self._last_seen_at,
-            reports=self._seen,
-            dead=self._dead,
+            reports=self.seen,
+            dead=self.dead,
             announced=self._announced,
         )
 
@@ -140,16 +140,16 @@ class Client:
         log = self.store.log
         for what, replica, value in log[self._at :]:
             if isinstance(value, Report):
-                known = self._seen.get(value.replica_id)
+                known = self.seen.get(value.replica_id)
                 if known is None or known.report != value:
-                    self._seen[value.replica_id] = SeenReport(report=value, seen_at=now)
+                    self.seen[value.replica_id] = SeenReport(report=value, seen_at=now)
             elif isinstance(value, Decision):
                 self._last, self._last_seen_at = value, now
                 self.revision += 1
             elif what == "drop":
-                self._seen.pop(ReplicaId(replica), None)
+                self.seen.pop(ReplicaId(replica), None)
             elif what == "dead":
-                self._dead |= {Incarnation(str(value))}
+                self.dead |= {Incarnation(str(value))}
             elif what == "announced":
                 self._announced |= {ReplicaId(replica)}
             else:
@@ -216,7 +216,11 @@ class Client:
             self.store.clients.remove(self)
 
     def _renew(self) -> None:
-        if not self._has_lease and not self.mute and self.store.up and self._wanted is not None:
+        if self._has_lease or self._closed or self._wanted is None:
+            return
+        if self.mute or not self.store.up:
+            self.world.clock.after_local(LEASE // 3, self.process, self._renew)
+        else:
             self._has_lease = True
             self.world.say(self.replica, "has a lease again, and the same report under it")
             self.store.put_report(self, self._wanted)

@@ -50,7 +50,7 @@ def stale_reports_count(patch: Patch) -> None:
     patch.setattr(quorum, "_answers", lambda report, last: True)
 
 
-@mutant(300)
+@mutant(500)
 def lineage_is_not_compared(patch: Patch) -> None:
     patch.setattr(quorum, "_holds", lambda r, s: r.materialized and r.state is not None and r.state.step == s.step)
 
@@ -60,7 +60,7 @@ def an_incomplete_state_is_trusted(patch: Patch) -> None:
     patch.setattr(quorum, "_holds", lambda r, s: r.state == s)
 
 
-@mutant(300)
+@mutant(100, "cut off", "mute", "blind")
 def nothing_is_revoked(patch: Patch) -> None:
     """Everything that was ever decided stays on the chain."""
     genuine, seen = quorum.chain, set[StateName]()
@@ -79,7 +79,7 @@ def the_outcome_of_the_last_decision_is_ignored(patch: Patch) -> None:
     patch.setattr(quorum, "chain", lambda last: [last.start, *last.ancestry])
 
 
-@mutant(20)
+@mutant(50, "crash")
 def the_oldest_state_wins(patch: Patch) -> None:
     genuine = quorum.chain
     patch.setattr(quorum, "chain", lambda last: list(reversed(genuine(last))))
@@ -140,7 +140,7 @@ def min_replicas_is_ignored(patch: Patch) -> None:
     patch.setattr(quorum, "_train_or_gather", train)
 
 
-@mutant(100, "store error")
+@mutant(150, "store error")
 def a_decision_that_was_not_published_is_not_tried_again(patch: Patch) -> None:
     def on_published(self: deciding.Decider, *, now: int) -> tuple[()]:
         self._publishing = None
@@ -210,7 +210,7 @@ def a_no_counts_as_a_yes(patch: Patch) -> None:
     patch.setattr(LeaderMachine, "_on_vote", lambda self, vote: genuine(self, replace(vote, yes=True)))
 
 
-@mutant(400, "slow tree", "break ring")
+@mutant(150, "slow tree", "break ring")
 def a_late_vote_counts_for_the_running_decision(patch: Patch) -> None:
     genuine = LeaderMachine._on_vote
 
@@ -261,7 +261,7 @@ def one_rank_that_has_loaded_is_enough(patch: Patch) -> None:
     patch.setattr(LeaderMachine, "_on_loaded", on_loaded)
 
 
-@mutant(150, "crash")
+@mutant(300, "crash")
 def the_state_from_before_a_fetch_is_forgotten(patch: Patch) -> None:
     genuine = LeaderMachine._restart_fetch
 
@@ -281,7 +281,7 @@ def nothing_is_reported_after_a_retry(patch: Patch) -> None:
 # --- a rank's step ---------------------------------------------------------------------------------------------
 
 
-@mutant(60)
+@mutant(250)
 def the_replay_leaves_the_first_step_out(patch: Patch) -> None:
     genuine = RankMachine._on_load
 
@@ -293,7 +293,7 @@ def the_replay_leaves_the_first_step_out(patch: Patch) -> None:
     patch.setattr(RankMachine, "_on_load", on_load)
 
 
-@mutant(60)
+@mutant(250)
 def sums_are_not_kept_while_fetching(patch: Patch) -> None:
     genuine = RankMachine._on_verdict
 
@@ -305,7 +305,7 @@ def sums_are_not_kept_while_fetching(patch: Patch) -> None:
     patch.setattr(RankMachine, "_on_verdict", on_verdict)
 
 
-@mutant(40)
+@mutant(100)
 def sums_of_a_given_up_fetch_are_replayed(patch: Patch) -> None:
     def forget(self: RankMachine) -> None:
         self._fetching, self._base_ledger, self._loading = None, None, False
@@ -319,7 +319,7 @@ def a_retry_is_applied(patch: Patch) -> None:
     patch.setattr(RankMachine, "_on_verdict", lambda self, verdict: genuine(self, replace(verdict, commit=True)))
 
 
-@mutant(500, "cut off", "mute", "blind")
+@mutant(150, "cut off", "mute", "blind")
 def gradients_of_another_state_are_exchanged(patch: Patch) -> None:
     genuine = RankMachine._work
 
