@@ -128,6 +128,8 @@ class Fabric:
                 continue
             parts = tuple(o.buffers[number].contribution for o in others if o is not None)
             took = self.world.takes(60 * MS)
+            if not self.world.plan.jitter:
+                took += 20 * MS * member.lives.index(member.rank.life.incarnation)  # they never complete all at once
             self.world.clock.after(took, member.rank.process, self._complete, member, member.begun, number, parts)
 
     def _complete(self, end: End, begun: int, number: int, parts: tuple[Contribution, ...]) -> None:

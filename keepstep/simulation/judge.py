@@ -158,7 +158,8 @@ class Judge:
     def on_report(self, report: Report) -> None:
         """It has been written."""
         self.said_at[report.incarnation] = self.world.clock.now
-        self.world.say(report.replica_id, f"reports {_named(report)}")
+        if self.world.talks:
+            self.world.say(report.replica_id, f"reports {_named(report)}")
         if report.state is None:
             return
         if report.ledger is None or report.state not in self.units:
@@ -208,7 +209,8 @@ class Judge:
         if not commit:
             self.world.say(life.replica_id, f"gives decision {seq} up: {reason}")
             return
-        self.world.say(life.replica_id, f"commits decision {seq}")
+        if self.world.talks:
+            self.world.say(life.replica_id, f"commits decision {seq}")
         self.steps += 1
         if self.answered.get(who, 0) >= seq:
             raise Violation(f"I4: {who} completes decision {seq}, which it has answered")

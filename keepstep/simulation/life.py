@@ -101,7 +101,8 @@ class Life:
         peers = tuple(
             [Peer(replica_id=m.replica_id, incarnation=m.incarnation, endpoint=NOWHERE) for m in decision.members]
         )
-        self.world.say(self.replica_id, f"tells its ranks decision {decision.seq}")
+        if self.world.talks:
+            self.world.say(self.replica_id, f"takes part in decision {decision.seq}")
         self.tell(Decided(decision=decision, peers=peers))  # type: ignore[arg-type]
 
     def _send(self, link: Link, to: SimRank, message: Downward) -> None:

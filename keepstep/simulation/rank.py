@@ -13,7 +13,7 @@ from keepstep.protocol import catch_up as effects
 from keepstep.protocol.catch_up import Apply, Begin, Leave, LoadState, Order, RankMachine, Train
 from keepstep.protocol.errors import InvariantViolation
 from keepstep.protocol.ids import LEADER, QuorumId, Rank, ReplicaId, Seq
-from keepstep.protocol.messages import Downward, Endpoint, Hello, StateName, Upward, Verdict, Vote
+from keepstep.protocol.messages import Downward, Endpoint, Hello, Role, StateName, Upward, Verdict, Vote
 from keepstep.runtime.attempts import Attempts
 from keepstep.simulation.clock import MS, Process
 from keepstep.simulation.fabric import Buffer, Contribution, SimEngine
@@ -74,6 +74,8 @@ class SimRank:
         if fetch is not self._fetch:
             return  # `cancel` makes sure of that
         self._fetched = fetch.content
+        if self.world.talks:
+            self._say("has fetched it" if fetch.content is not None else f"can't fetch it: {fetch.why}")
         self._run(self.machine.on_fetched(fetch.state, None if fetch.content is not None else fetch.why))
 
     def _on_held(self, state: StateName) -> None:
@@ -94,6 +96,9 @@ class SimRank:
                     self._begin(effect)
                 case effects.StartFetch():
                     self.world.point("fetch", self.life.replica_id)
+                    if self.world.talks:
+                        sources = ", ".join(peer.incarnation for peer in effect.sources) or "nobody"
+                        self._say(f"fetches state {effect.state.step}/{effect.state.lineage} from {sources}")
                     self._fetch = Fetch(self, effect.state, effect.sources, self._on_fetched)
                 case effects.CancelFetch():
                     self._cancel_fetch()
@@ -105,6 +110,8 @@ class SimRank:
     def _send_up(self, message: Upward) -> None:
         if type(message) is Vote:
             self.world.point("vote", self.life.replica_id)
+            if self.world.talks and not message.yes:
+                self._say(f"votes no on decision {message.seq}: {message.reason}")
         self.life.send_up(self, message)
 
     def _begin(self, effect: effects.BeginExchanges) -> None:
@@ -196,6 +203,8 @@ class SimRank:
         before, outcome = self.holding.content, order.decision.outcome
         self.holding.content = hash((before, len(order.decision.workers), *[buffer.sum for buffer in reduced]))
         self.holding.after_write(outcome)
+        if self.world.talks and self._behind(order):
+            self._say(f"has replayed decision {order.decision.seq}")
         units = reduced[0].units if reduced else ()
         self.world.judge.on_state(self, outcome, self.holding.content, order.ledger, before=before, units=units)
         self._after(MS // 10, self._on_held, outcome)
@@ -205,8 +214,17 @@ class SimRank:
         self.holding.content = fetched
         self.holding.after_write(order.state)
         self.world.judge.on_state(self, order.state, fetched, order.ledger)
+        if self.world.talks:
+            self._say(f"has loaded state {order.state.step}/{order.state.lineage}")
         self._after(MS // 10, self._on_held, order.state)
         self._next()
+
+    def _behind(self, order: Apply) -> bool:
+        me = order.decision.member(self.life.replica_id, self.life.incarnation)
+        return me is not None and me.role is Role.CATCHING_UP
+
+    def _say(self, text: str) -> None:
+        self.world.say(self.life.replica_id, f"rank {self.number} {text}")
 
     @property
     def is_leader(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from keepstep.protocol.errors import KeepstepError
 from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
-from keepstep.protocol.messages import Decision, Kind
+from keepstep.protocol.messages import Decision, Kind, Role
 from keepstep.simulation.clock import MS, SECOND, Clock
 from keepstep.simulation.fabric import Fabric
 from keepstep.simulation.judge import Judge, Violation
@@ -41,6 +41,7 @@ class World:
         self.rng = random.Random(plan.seed * 1_000_003 + 1)
         self.clock = Clock()
         self.lines: list[str] | None = [] if transcript else None
+        self.talks = transcript
         self.judge = Judge(self)
         self.store = Store(self)
         self.fabric = Fabric(self)
@@ -164,6 +165,9 @@ class World:
             if rank.process.alive:
                 self._kill(rank)
         self.store.announce(life.replica_id, False)
+        if all(each.done for each in self.lives):
+            self._ending = "end" if any(each.finished for each in self.lives) else "no state"
+            self.clock.stop()
 
     # --- faults -----------------------------------------------------------------------------------------------
 
@@ -270,7 +274,8 @@ class World:
 
     def on_published(self, decision: Decision) -> None:
         """The judge has looked at it already."""
-        self.say(None, f"decision {decision.seq} ({decision.kind}, ring {decision.quorum_id}): {decision.reason}")
+        if self.talks:
+            self.say(None, describe(decision))
         everybody = sum(not life.done for life in self.lives)  # who gave up, rightly, doesn't come back
         if self.healed and self._done_at < 0 and decision.kind is Kind.TRAIN and len(decision.workers) == everybody:
             self._done_at = self.judge.steps + self.plan.more_steps * everybody
@@ -278,9 +283,6 @@ class World:
     def _check(self) -> None:
         if 0 <= self._done_at <= self.judge.steps:
             self._ending = "steps"
-        elif all(life.done for life in self.lives):
-            self._ending = "end" if any(life.finished for life in self.lives) else "no state"
-        if self._ending:
             self.clock.stop()
         else:
             self.clock.after(CHECK, None, self._check)
@@ -303,3 +305,16 @@ class World:
             what = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
             raise Violation(f"at {clock.now / SECOND:.3f} s: {what}") from error
         return Result(ending=self._ending, steps=self.judge.steps, events=clock.events, seconds=clock.now / SECOND)
+
+
+def describe(decision: Decision) -> str:
+    """A decision in one line: what it is for, who does what in it, and why."""
+    members = []
+    for m in decision.members:
+        if m.role is Role.WORKER:
+            members.append(f"{m.incarnation} {'+'.join(str(u) for u in m.units) or '-'}")
+        else:
+            members.append(f"{m.incarnation} {'fetches' if m.fetch else 'catches up'}")
+    start = f"from {decision.step}/{decision.base}"
+    what = f"decision {decision.seq}: {decision.kind} {start}, ring {decision.quorum_id}"
+    return f"{what} [{', '.join(members)}]: {decision.reason}"
