@@ -372,7 +372,7 @@ static int receive_some(pump *p) {
 
 /* Until there is something for Python to know. */
 int32_t pump_run(pump *p) {
-    int64_t until = -1;
+    int64_t until = -1, busy = 0;
     for (;;) {
         int hungry = 0, blocked = 0, what = WAITS, moved = 0;
         if (__atomic_load_n(&p->attention, __ATOMIC_ACQUIRE)) return WOKEN;
@@ -387,10 +387,11 @@ int32_t pump_run(pump *p) {
         }
         if (p->stopping && (p->in < 0 || (p->body_at < 0 && p->in_header_at == 0)) && (p->out < 0 || p->out_header_at < 0))
             return STOPPED;
-        if (moved) continue;
+        if (moved && ++busy % 256) continue;
         int64_t now = now_ms();
         if (until < 0) until = now + p->patience_ms;
-        if (now >= until) return TICK;
+        if (now >= until) return TICK; /* even if something moves: heartbeats without end are no progress */
+        if (moved) continue;
         struct pollfd fds[3] = {
             {p->in, (short)(POLLIN | POLLRDHUP | (p->owed ? POLLOUT : 0)), 0},
             {p->out, (short)(POLLRDHUP | (hungry ? POLLIN : 0) | (blocked ? POLLOUT : 0)), 0},
