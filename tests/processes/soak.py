@@ -143,7 +143,7 @@ def _thaw(pid: int) -> None:
 
 def soak(run_dir: Path, failures: int, gap: int, seed: int) -> tuple[dict[str, Any], Result, Sampler]:
     rng, done, kinds = random.Random(seed), 0, Counter[str]()
-    steps = failures * gap + CALM
+    steps = round(failures * gap * 1.5) + CALM  # some are due, and not possible just then
     args = options(steps)
     process = start(run_dir, "--replicas", str(REPLICAS), "--max-restarts", str(10 * failures), args=args)
     began = moved = time.monotonic()
@@ -161,7 +161,7 @@ def soak(run_dir: Path, failures: int, gap: int, seed: int) -> tuple[dict[str, A
                 sampler.sample()
                 sampled = now
                 print(f"\r{now - began:6.0f} s  step {last}  {done} failures", end="", file=sys.stderr, flush=True)
-            if last >= due:
+            if last >= due and done < failures:
                 kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
                 count = disturb(watched, rng, kind)
                 if count or kind == "short freeze":

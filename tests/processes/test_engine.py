@@ -412,6 +412,10 @@ def test_a_member_that_is_through_may_leave_before_the_others_are(members: list[
     buffers = [Buffer(mine[0], plain=False) for mine in arrays]
     gate, reached = threading.Event(), threading.Event()
     native = [isinstance(m.engine._ring._movement, NativeThread) for m in members]  # type: ignore[union-attr]
+    if native[0] and not native[2]:
+        pytest.skip(
+            "2 sends in another thread than the one that can be held up, and 0, held up in C, would not send to 1"
+        )
 
     def held(lo: int, hi: int) -> None:
         if hi == buffers[0].nbytes:  # segment 2
@@ -430,8 +434,7 @@ def test_a_member_that_is_through_may_leave_before_the_others_are(members: list[
         members[1].engine.close()
     ring = members[0].engine._ring
     assert ring is not None
-    # An end that is told is only read by who waits for credits; and who is held up in C reads nothing.
-    deadline = time.monotonic() + (0.3 if quietly or native == [True, False, False] else 20)
+    deadline = time.monotonic() + (0.3 if quietly else 20)  # an end that is told is only read by who waits for credits
     while ring._late is None and ring.broken is None and time.monotonic() < deadline:
         gate.wait(0.01)
     assert ring.broken is None, "the ring was broken under an exchange that did not need the link"
