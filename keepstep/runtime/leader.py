@@ -168,7 +168,8 @@ class LeaderShell:
         self._decide()
 
     def _watch_report(self, view: StoreView) -> None:
-        """A write that we had given up may be carried out late, over a newer one: nobody would ever hear of that."""
+        """A write that was given up, or the last one of our life before, may be carried out late, over a newer one, and go with
+        the lease that it was made under: nobody would ever hear from us again."""
         if not self._overwritten and self._is_overwritten(view):
             self._overwritten = True
             self._later(OVERWRITTEN_S, self._check_report)
@@ -181,9 +182,9 @@ class LeaderShell:
 
     def _is_overwritten(self, view: StoreView) -> bool:
         shown, written = view.reports.get(self.machine.settings.replica_id), self._report_written
-        if shown is None or written is None or self._report is not written:
+        if written is None or self._report is not written:
             return False
-        return view.connected and shown[0] != written
+        return view.connected and (shown is None or shown[0] != written)
 
     def _watch_members(self, view: StoreView) -> None:
         """Members that the launcher saw die or whose lease ran out: if no link tells in a moment, the ring is broken by hand."""

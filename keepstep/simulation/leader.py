@@ -89,9 +89,9 @@ class SimLeader:
 
     def _is_overwritten(self) -> bool:
         shown = self.client.seen.get(self.life.replica_id)
-        if shown is None or self._report is None or self._writing:
+        if self._report is None or self._writing:
             return False
-        return self.client.connected and shown.report != self._report
+        return self.client.connected and (shown is None or shown.report != self._report)
 
     def _watch_members(self) -> None:
         running = self.machine.running

@@ -127,7 +127,8 @@ def test_a_store_that_has_forgotten_a_decision_ends_the_rank(
     with_world(body)
 
 
-def test_a_report_that_was_overwritten_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_report_that_was_overwritten_is_written_again(monkeypatch: pytest.MonkeyPatch, gone: bool) -> None:
     """A write that had been given up is carried out late: what the store shows then is not our newest report."""
     monkeypatch.setattr(leaders, "OVERWRITTEN_S", 0.0)
     monkeypatch.setattr(LeaderShell, "_decide", lambda self: None)
@@ -141,7 +142,7 @@ def test_a_report_that_was_overwritten_is_written_again(monkeypatch: pytest.Monk
         old = replace(newest, answers=Seq(newest.answers + 1))
         world.store.tell(replace(view(), reports={ReplicaId(0): (newest, 0)}))
         assert written.empty()
-        world.store.tell(replace(view(), reports={ReplicaId(0): (old, 0)}))
+        world.store.tell(replace(view(), reports={} if gone else {ReplicaId(0): (old, 0)}))
         assert await asyncio.wait_for(written.get(), 10) == newest
 
     with_world(body)
