@@ -163,7 +163,7 @@ def _fault(rng: random.Random, replicas: int, ranks: int, heal_at: int, kinds: t
         at=rng.randrange(heal_at),
         point=rng.choice(points) if by_point else "",
         nth=rng.choice([1, 1, 2, 2, 3, 4, 5, 7]),
-        rank=rng.randrange(ranks),
+        rank=rng.randrange(ranks) or (min(1, ranks - 1) if kind in ("cut tree", "slow tree") else 0),
         other=rng.randrange(replicas),
         duration=int(rng.choice([0.3, 1.0, 3.0, 6.0, 12.0]) * SECOND * (0.5 + rng.random())),
         seen=rng.random() < 0.7,

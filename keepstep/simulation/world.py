@@ -209,6 +209,8 @@ class World:
             case "cut link":
                 self.fabric.cut(fault.replica, fault.other)
                 self.clock.after(until, None, self.fabric.cuts.discard, (fault.replica, fault.other))
+            case "cut tree" | "slow tree" if fault.rank == 0:
+                pass  # the leader and rank 0 are one process
             case "cut tree":
                 life.cut_tree(Rank(fault.rank), until, fault.seen)
             case "slow tree":
