@@ -1,10 +1,10 @@
-# make setup | demo | test | test-faults | soak | soak-simulation | fuzz | bench-kill | bench-allreduce | format
+# make setup | demo | test | test-faults | soak | soak-simulation | exhaustive | fuzz | bench-kill | bench-allreduce | format
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo test lint unit test-faults soak soak-simulation fuzz bench-kill bench-allreduce format clean
+.PHONY: help setup setup-bench demo test lint unit test-faults soak soak-simulation exhaustive fuzz bench-kill bench-allreduce format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -45,6 +45,10 @@ SEEDS ?= 200000
 FIRST ?= 0
 soak-simulation: setup  ## SEEDS=200000 simulated worlds from FIRST=0 on, on two processes; the last line says what they came to
 	$(BIN)/python -m keepstep.simulation --seeds $(SEEDS) --first $(FIRST) --processes 2
+
+exhaustive: setup  ## every order of events in small simulated worlds: 3 replicas, 2 steps, at most 2 faults; a quarter of an hour
+	$(BIN)/python -m keepstep.simulation.exhaustive --replicas 2 --steps 2 --faults 2
+	$(BIN)/python -m keepstep.simulation.exhaustive --replicas 3 --steps 2 --faults 2 --coarse
 
 FAILURES ?= 2000
 soak: setup  ## training under FAILURES=2000 random failures: bits, ledger, leaks, loss; about an hour
