@@ -210,7 +210,7 @@ def a_no_counts_as_a_yes(patch: Patch) -> None:
     patch.setattr(LeaderMachine, "_on_vote", lambda self, vote: genuine(self, replace(vote, yes=True)))
 
 
-@mutant(150, "slow tree", "break ring")
+@mutant(250, "slow tree", "freeze", "break ring")
 def a_late_vote_counts_for_the_running_decision(patch: Patch) -> None:
     genuine = LeaderMachine._on_vote
 
