@@ -25,6 +25,7 @@ from keepstep.protocol.quorum import Halt, SeenReport, View, decide
 from keepstep.simulation.judge import Violation
 from keepstep.simulation.small_model import Content, Gift, Node
 
+REMEMBERED = 100_000
 EARLY, LATE = 1, 10**15  # ns: no wait is over; every wait is over
 
 
@@ -143,6 +144,8 @@ class Search:
         can_fail = world.faults < self.faults
         yield from self._decisions(world, waits_over, can_fail)
         if waits_over:
+            for i in range(self.replicas):
+                yield from self._fetch_events(world, i, waits_over)
             return
         for i, node in enumerate(world.nodes):
             if not node.alive:
@@ -161,7 +164,7 @@ class Search:
             if self.fine and world.last is not None and world.last.seq > node.leader.last_seen:
                 yield f"read({i})", self._read(world, i)
             yield from self._ring_events(world, i, can_fail)
-            yield from self._fetch_events(world, i)
+            yield from self._fetch_events(world, i, waits_over)
             if can_fail:
                 dead = node.copy()
                 dead.alive = False
@@ -221,15 +224,17 @@ class Search:
         ring = node.ring
         return ring is not None and (ring[0] > quorum_id or (ring[0] == quorum_id and node.broken))
 
-    def _fetch_events(self, world: Small, i: int) -> Iterator[tuple[str, "Small | Halt"]]:
+    def _fetch_events(self, world: Small, i: int, waits_over: bool) -> Iterator[tuple[str, "Small | Halt"]]:
         node = world.nodes[i]
-        if node.fetch is None:
+        if node.fetch is None or not node.alive:
             return
         state, sources = node.fetch
         living = [n for n in world.nodes if n.alive and n.incarnation in sources]
         answers = [n.serves(state) for n in living]
         found = next((a for a in answers if isinstance(a, tuple)), None)
-        if found is not None or all(a == "gone" for a in answers):
+        if (
+            found is not None or waits_over or all(a == "gone" for a in answers)
+        ):  # "not yet" is waited for, but not for ever
             new = node.copy()
             new.on_fetched(found)
             yield f"fetched({i})" if found is not None else f"unfetched({i})", self._with(world, i, new)
@@ -364,6 +369,8 @@ class Search:
         """A small number for a value, the same for equal ones."""
         known = self._by_id.get(id(value))
         if known is None:
+            if len(self._by_id) == REMEMBERED:
+                self._by_id.clear()  # it only saves comparing, and keeps every value alive
             known = self._by_id[id(value)] = (value, self._numbers.setdefault(value, len(self._numbers)))
         return known[1]
 
