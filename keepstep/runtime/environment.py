@@ -27,6 +27,14 @@ MAX_TOKEN = 4096
 _PORT = re.compile("[1-9][0-9]{0,4}")
 
 
+def host_and_port(text: str) -> Address | None:
+    """HOST:PORT; None if it is not."""
+    host, _, port = text.rpartition(":")
+    if not host or not host.isprintable() or not _PORT.fullmatch(port) or not int(port) < 65536:
+        return None
+    return host, int(port)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """This process's place in the job, and how to reach the rest of it."""
@@ -153,10 +161,10 @@ class _Reader:
         text = self._env.get(name)
         if not text:
             return None
-        host, _, port = text.rpartition(":")
-        if not host or not _PORT.fullmatch(port) or not int(port) < 65536:
+        address = host_and_port(text)
+        if address is None:
             self._refuse(name, text, "HOST:PORT")
-        return host, int(port)
+        return address
 
     @staticmethod
     def _refuse(name: str, text: str, wanted: str) -> NoReturn:

@@ -5,17 +5,13 @@ cluster (it says so: we ask for a leader with every call) is left for the next; 
 One asyncio loop.
 """
 
-import re
 from typing import Any
 
 import aetcd
 from aetcd import rpc
 
 from keepstep.protocol.errors import ConfigError
-
-Address = tuple[str, int]
-
-_PORT = re.compile("[1-9][0-9]{0,4}")
+from keepstep.runtime.environment import Address, host_and_port
 
 CHANNEL = {
     "grpc.max_receive_message_length": 64 << 20,
@@ -32,12 +28,12 @@ def parse_url(url: str) -> tuple[Address, ...]:
     scheme, _, rest = url.partition("://")
     found = []
     for address in rest.rstrip("/").split(","):
-        host, _, port = address.rpartition(":")
-        if scheme != "etcd" or not host.isprintable() or not host or not _PORT.fullmatch(port) or not int(port) < 65536:
+        parts = host_and_port(address)
+        if scheme != "etcd" or parts is None:
             raise ConfigError(
                 f"the store's address must look like etcd://HOST:2379 or etcd://A:2379,B:2379,C:2379, got {url!r}"
             )
-        found.append((host.strip("[]"), int(port)))
+        found.append((parts[0].strip("[]"), parts[1]))
     return tuple(found)
 
 
