@@ -6,7 +6,7 @@ it of what is done and what has failed.
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from keepstep.ports import ExchangeBuffer
 from keepstep.protocol.exchange import Exchange
@@ -24,7 +24,7 @@ class Running:
     submitted: float = field(default_factory=time.monotonic)
     sides_done: int = 0
     checksums: dict[int, int] = field(default_factory=dict)  # of chunks that go on unchanged, by number of receive
-    native: Any = None  # what the native movement keeps about it
+    taken: bool = False  # by a movement that keeps what it does about it elsewhere
 
 
 class Movement(Protocol):

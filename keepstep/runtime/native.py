@@ -216,15 +216,15 @@ class NativeThread:
     def _take_new(self) -> None:
         """Gives C what was submitted since."""
         with self._ring.lock:
-            fresh = [running for running in self._ring.to_receive if running.native is None]
+            fresh = [running for running in self._ring.to_receive if not running.taken]
         for running in fresh:
+            running.taken = True
             if not running.progress.sends:  # nothing in it
-                running.native = self
                 for side in (self._ring.to_send, self._ring.to_receive):
                     self._ring.side_done(side, running)
                 continue
             window = min(running.progress.window, self._in.window)
-            running.native = job = _Job(running, library().pump_adds, window)
+            job = _Job(running, library().pump_adds, window)
             if not self._receiving:
                 self._begin_receiving()
             for queue, link in ((self._sending, "send"), (self._receiving, "receive")):
@@ -250,6 +250,7 @@ class NativeThread:
         elif event == TICK:
             self._tick()
         elif event == SENT_ALL:
+            self._prepared = None
             ring.side_done(ring.to_send, self._sending.popleft().running)
         elif event == RECEIVED_ALL:
             ring.side_done(ring.to_receive, self._receiving.popleft().running)

@@ -1,12 +1,16 @@
 """The part in C: that it is there, that it does not come back to Python for every chunk, and that it must fit."""
 
+import gc
 import shutil
 import subprocess
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from jobs import wait_until
 from test_engine import KINDS, Buffer, Member, check, configure, kept, numbers
 
 from keepstep.protocol.ids import QuorumId, Seq
@@ -54,6 +58,24 @@ def test_python_is_asked_a_few_times_a_sum_not_once_a_chunk(pair: list[Member]) 
         assert movement_of(member).chunks_sent > 200
     assert max(calls) < 20
     check([[buffer] for buffer in buffers], arrays)
+
+
+def test_a_buffer_is_let_go_once_it_is_summed(pair: list[Member]) -> None:
+    """Not at the next garbage collection: it may be as large as a model."""
+    gc.collect()
+    gc.disable()
+    try:
+        buffers = [Buffer(np.ones(100_000, np.float32), plain=plain) for plain in (True, False)]
+        alive = [weakref.ref(buffer) for buffer in buffers]
+        for member, buffer in zip(pair, buffers, strict=True):
+            member.engine.begin(Seq(1), QuorumId(1), 1)
+            member.engine.submit(Seq(1), 0, buffer)
+        del buffer, buffers
+        for member in pair:
+            assert member.next(StepDone) == StepDone(Seq(1))
+        wait_until(lambda: not any(ref() for ref in alive), 20)
+    finally:
+        gc.enable()
 
 
 def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
