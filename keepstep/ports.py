@@ -35,6 +35,11 @@ class ExchangeBuffer(Protocol):
     @property
     def itemsize(self) -> int: ...
 
+    @property
+    def addition(self) -> Addition | None:
+        """What must be known to do `reduce` without calling it; None if it is not a plain addition."""
+        ...
+
     def input(self, lo: int, hi: int) -> memoryview:
         """The local contribution [lo, hi), read-only use."""
         ...

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
-from keepstep.ports import Addition, ExchangeBuffer
+from keepstep.ports import Addition
 from keepstep.runtime.links import HEADER, LinkError, ReceiveLink, SendLink
 from keepstep.runtime.movement import Running
 from keepstep.runtime.shared_memory import SLOTS
@@ -83,13 +84,13 @@ class _Pump(ctypes.Structure):
 
 @functools.cache
 def library() -> Any:
-    """The library, or None; says why once."""
+    """The library, or None where chunks are moved in Python; says why, once."""
     try:
         found = ctypes.CDLL(str(LIBRARY))
         found.pump_sizes.restype = ctypes.c_int64
         sizes = [found.pump_sizes(which) for which in range(3)]
     except (OSError, AttributeError) as error:
-        log.debug("chunks are moved in Python: %s", error)
+        log.info("chunks are moved in Python, since the part in C was not built when keepstep was installed: %s", error)
         return None
     if sizes != [ctypes.sizeof(_Pump), ctypes.sizeof(_Exchange), HEADER.size]:
         log.warning(
@@ -101,13 +102,16 @@ def library() -> Any:
 
 @functools.cache
 def _hash() -> int | None:
-    """The address of xxhash's 64-bit hash, which its Python module has inside."""
+    """The address of xxhash's 64-bit hash, which its Python module has inside; None if this one has not."""
+    probe = b"keepstep"
     try:
         function = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__).XXH3_64bits
-    except (OSError, AttributeError) as error:
-        log.debug("no checksums in C: %s", error)
+        function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
+        same = function(probe, len(probe)) == xxhash.xxh3_64_intdigest(probe)
+    except (ImportError, OSError, AttributeError) as error:
+        log.info("chunks are moved in Python: this xxhash cannot be called from C: %s", error)
         return None
-    return ctypes.cast(function, ctypes.c_void_p).value
+    return ctypes.cast(function, ctypes.c_void_p).value if same else None
 
 
 class _Job:
@@ -115,7 +119,9 @@ class _Job:
 
     def __init__(self, running: Running, adds: Any, window: int) -> None:
         self.running, buffer, progress = running, running.buffer, running.progress
-        addition = addition_of(buffer)
+        addition = buffer.addition or Addition(
+            travels="", own="", input=0, output=_address(buffer.output(0, buffer.nbytes))
+        )
         kind = KINDS.get((addition.travels, addition.own), BY_PYTHON)
         if not adds(kind):
             kind = BY_PYTHON
@@ -138,12 +144,6 @@ class _Job:
             at = int(self.sends[min(self.c.sent, len(self.sends) - 1)]["after"])
         reduce = at < 0 or bool(self.receives[min(at, len(self.receives) - 1)]["reduce"])
         return "reduce-scatter" if reduce else "all-gather"
-
-
-def addition_of(buffer: ExchangeBuffer) -> Addition:
-    """What the buffer says of itself, or where its output is; `reduce` adds then."""
-    told: Addition | None = getattr(buffer, "addition", None)
-    return told or Addition(travels="", own="", input=0, output=_address(buffer.output(0, buffer.nbytes)))
 
 
 def _address(view: memoryview) -> int:
@@ -210,8 +210,8 @@ class NativeThread:
                 if ring.broken is None:  # the other side is enough for what still runs
                     setattr(self._pump, side, -1)
         self._stop()
+        self._in.end_ring(ring.suspect)  # first: the next member may be slow to take what it is told
         self._out.end_ring(ring.suspect)
-        self._in.end_ring(ring.suspect)
 
     def _take_new(self) -> None:
         """Gives C what was submitted since."""
@@ -322,6 +322,7 @@ class NativeThread:
             elif event == BACKWARDS:
                 pump.back_bytes = 0  # it is over, whatever they say
             elif event == CALLBACK_FAILED:
+                log.error("the end of a chunk could not be taken: %s", self._error)
                 self._in.failed = True
             elif event in (IN_FAILED, OUT_FAILED, BAD_CHECKSUM, STRANGE_HEADER):
                 self._failure(event)  # marks the link, unless the other end has only ended the ring
