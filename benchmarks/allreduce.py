@@ -26,6 +26,7 @@ import allreduce_figure as figure
 import allreduce_gil as gil
 import allreduce_limited as lines
 import allreduce_table as table
+from allreduce_impls import IMPLS
 from allreduce_net import Namespace, default_congestion, why_not
 
 from keepstep.runtime.links import LinkSettings
@@ -132,7 +133,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the important parts, in 3 minutes")
     parser.add_argument("--n", nargs="*", type=int, default=None, help="numbers of ranks (2 4 8)")
     parser.add_argument("--mb", nargs="*", type=float, default=None, help="sizes in MB (0.25 4 64 256 512)")
-    parser.add_argument("--impls", nargs="*", choices=table.PEERS, help="these implementations")
+    parser.add_argument("--impls", nargs="*", choices=list(IMPLS), help="these implementations")
     parser.add_argument("--congestion", nargs="*", default=None, help="algorithms; also `default` and `best`")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(

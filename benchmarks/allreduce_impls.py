@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId, Seq
 from keepstep.protocol.messages import Endpoint, Peer
+from keepstep.runtime import native
 from keepstep.runtime.engine import Engine
 from keepstep.runtime.engine_events import EngineEvent, EngineSettings, RingReady, StepDone, StepFailed
 from keepstep.runtime.handshake import Identity
@@ -150,14 +151,14 @@ def has_shared_memory() -> bool:
 
 def make_engine(
     kind: str, *, rank: int, life: int, host: str, on_event: Callable[[EngineEvent], None], congestion: str = "",
-    socket_buffer: int = 0, window: int = 0, silent_s: float = 0.0,
+    socket_buffer: int = 0, window: int = 0, silent_s: float = 0.0, native: bool = True,
 ) -> Engine:  # fmt: skip
-    """An engine whose links are `kind` "tcp" or "shm"; what is not given keeps its default."""
+    """An engine whose links are `kind` "tcp" or "shm", moved in C or in Python; what is not given keeps its default."""
     link: dict[str, Any] = {"shared_memory": kind == "shm"} if has_shared_memory() else {}
     link |= {"congestion": congestion} if congestion else {}
     link |= {"socket_buffer": socket_buffer} if socket_buffer else {}
     link |= {"silent_s": silent_s} if silent_s else {}
-    settings = EngineSettings(link=LinkSettings(**link), **({"window": window} if window else {}))
+    settings = EngineSettings(native=native, link=LinkSettings(**link), **({"window": window} if window else {}))
     me = Identity(
         job="bench", token=b"bench", replica_id=ReplicaId(rank), incarnation=Incarnation(f"{rank}-{life}"), rank=Rank(0),
         layout_digest="same",
@@ -169,12 +170,14 @@ class Keepstep(Impl):
     """`keepstep.runtime.engine.Engine`, one exchange a decision."""
 
     kind = "tcp"
+    native = True
 
     def open(self) -> None:
         self.events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
         self.engine = make_engine(
             self.kind, rank=self.rank, life=self.life, host=self.host, on_event=self.events.put,
-            congestion=self.congestion, **self.settings,
+            congestion=self.congestion, native=self.native,
+            **self.settings,
         )  # fmt: skip
 
     def port(self) -> int:
@@ -210,6 +213,14 @@ class Keepstep(Impl):
 
 class KeepstepShm(Keepstep):
     kind = "shm"
+
+
+class KeepstepInPython(Keepstep):
+    native = False
+
+
+class KeepstepShmInPython(KeepstepShm):
+    native = False
 
 
 class Pccl(Impl):
@@ -293,15 +304,19 @@ IMPLS: dict[str, type[Impl]] = {
     "torchft": Torchft,
     "keepstep-tcp": Keepstep,
     "keepstep-shm": KeepstepShm,
+    "keepstep-tcp-py": KeepstepInPython,
+    "keepstep-shm-py": KeepstepShmInPython,
     "pypccl": Pccl,
 }
 
 
 def why_not(name: str) -> str:
     """Why this implementation cannot run here; empty if it can."""
-    if name == "keepstep-shm" and not has_shared_memory():
+    if name.startswith("keepstep-shm") and not has_shared_memory():
         return "this version of keepstep has no shared-memory links"
     try:
+        if name.startswith("keepstep") and not name.endswith("-py") and native.library() is None:
+            return "the part in C was not built (make setup, with a C compiler)"
         if name == "torchft":
             import torchft.process_group  # noqa: F401
         if name == "pypccl":
