@@ -1,7 +1,7 @@
 """A job under continuous random failures: `make soak FAILURES=2000`.
 
-Four replicas train; every few steps one of their processes is killed (kill -9, SIGSEGV, SIGTERM), frozen until it is given up, or
-two are killed at once; short freezes, which must cost nothing, come in between. There is always one healthy worker left. At the
+Four replicas train; every few steps one of their processes is killed (kill -9, SIGSEGV, SIGTERM) or frozen for longer than its
+lease, or two are killed at once; short freezes, which must cost nothing, come in between. One healthy worker is left. At the
 end, all replicas must hold the bits that one process gets from the same units, every unit trained exactly once, nothing may be
 left running, and no process that lived through it all may have grown. Then as many units are trained undisturbed: the losses are
 compared. Writes RUN_DIR/soak.json and soak.png; the last line tells the result.
@@ -31,6 +31,7 @@ import train_tiny
 
 REPLICAS = 4
 KINDS = {"SIGKILL": 60, "SIGSEGV": 8, "SIGTERM": 8, "two at once": 8, "frozen": 4, "short freeze": 12}
+FREEZES_S = {"frozen": 6.0, "short freeze": 0.3}  # thawed after so long; a lease is 2 s
 STALL_S = 90.0  # without a step: a violation
 CALM = 60  # steps at the end in which nothing fails, so that everybody comes back
 
@@ -86,7 +87,8 @@ class Sampler:
                 row[f"{name} descriptors"] = process.num_fds()
                 row[f"{name} threads"] = process.num_threads()
         row["processes"] = len(children) + 1
-        row["sockets"] = len(psutil.net_connections("tcp"))
+        job = {self._launcher.pid, *(p.pid for p in children)}
+        row["sockets"] = sum(c.pid in job for c in psutil.net_connections("tcp"))
         self.rows.append(row)
 
     def _lasts(self, process: psutil.Process) -> bool:
@@ -127,9 +129,13 @@ def disturb(watched: Watched, rng: random.Random, kind: str) -> int:
             os.kill(pid, sent.get(kind, signal.SIGKILL))
         except ProcessLookupError:
             return 0
-        if kind == "short freeze":
-            threading.Timer(0.3, _thaw, [pid]).start()
-        else:
+        if kind in FREEZES_S:
+            thaw = threading.Timer(FREEZES_S[kind], _thaw, [pid])
+            thaw.daemon = True
+            thaw.start()
+        if kind == "frozen":
+            watched.workers.pop(replica, None)  # it trains again in the same life: healthy once it says so
+        elif kind != "short freeze":
             watched.trained[replica] = False
     return 0 if kind == "short freeze" else count
 
