@@ -92,9 +92,9 @@ class Sampler:
         self.rows.append(row)
 
     def _lasts(self, process: psutil.Process) -> bool:
-        return process.name() == "etcd" or (
-            process.ppid() == self._launcher.pid and "zygote" in " ".join(process.cmdline())
-        )
+        """Ranks are forked from the zygote, so they share its command line; but they have names of their own."""
+        name = process.name()
+        return name == "etcd" or (not name.startswith("keepstep-r") and "zygote" in " ".join(process.cmdline()))
 
     def growth(self) -> dict[str, tuple[float, float]]:
         """Medians of the second and of the last quarter."""
