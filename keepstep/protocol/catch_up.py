@@ -321,18 +321,24 @@ class RankMachine:
         caught_up = self.held == self.running.start
         return (SendUp(message=Vote(rank=self.rank, seq=seq, yes=True, caught_up=caught_up)),)
 
-    def on_step_failed(self, seq: Seq, suspect: ReplicaId | None, reason: str) -> tuple[Effect, ...]:
-        """An exchange of decision `seq` failed; the ring is broken."""
+    def on_step_failed(
+        self, seq: Seq, suspect: ReplicaId | None, reason: str, *, own_link: bool = False
+    ) -> tuple[Effect, ...]:
+        """An exchange of decision `seq` failed; the ring is broken. `own_link`: here, at our link to or from the suspect."""
         if self.running is None or self.running.seq != seq:
             return ()
-        vote = Vote(rank=self.rank, seq=seq, yes=False, ring_broken=True, suspect=suspect, reason=reason)
+        vote = Vote(
+            rank=self.rank, seq=seq, yes=False, ring_broken=True, suspect=suspect, own_link=own_link, reason=reason
+        )
         return (SendUp(message=vote),)
 
-    def on_ring_broken(self, quorum_id: QuorumId, suspect: ReplicaId | None, reason: str) -> tuple[Effect, ...]:
+    def on_ring_broken(
+        self, quorum_id: QuorumId, suspect: ReplicaId | None, reason: str, *, own_link: bool = False
+    ) -> tuple[Effect, ...]:
         """A link failed while nothing was exchanged."""
         if quorum_id != self._quorum_id:
             return ()
-        broken = RingBroken(rank=self.rank, quorum_id=quorum_id, suspect=suspect, reason=reason)
+        broken = RingBroken(rank=self.rank, quorum_id=quorum_id, suspect=suspect, reason=reason, own_link=own_link)
         return (SendUp(message=broken),)
 
     def on_fetched(self, state: StateName, failure: str | None) -> tuple[Effect, ...]:

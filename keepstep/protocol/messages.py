@@ -83,6 +83,7 @@ class Report:
     ledger: LedgerState | None  # of `state`; None without a state
     held_units: tuple[UnitId, ...] = ()  # begun for step `state.step`; their local gradients exist or are being made
     broken: bool = False  # a link of our ring failed under decision `answers`
+    cut_off: tuple[ReplicaId, ...] = ()  # neighbours in that ring to or from whom our own link failed
     finished: bool = False  # `state` is the job's last (all units committed, or max_steps)
     leaving: bool = False  # wants out at this step boundary
     layout_digest: str = ""  # of the buckets: names, shapes, dtypes
@@ -97,6 +98,15 @@ class Member:
     role: Role
     units: tuple[UnitId, ...] = ()
     fetch: bool = False  # CATCHING_UP only: True = start a (new) fetch of the base; False = the running one goes on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Two lives between which the last rings failed, although both could say so (see `protocol/apart.py`)."""
+
+    lives: tuple[Incarnation, Incarnation]  # sorted
+    failures: int  # in a row
+    until: Seq  # they do not stand in one ring before this decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +126,7 @@ class Decision:
     ledger: LedgerState | None  # of the base; None only for a step 0 that starts from a process's initial state
     num_replicas: int  # what the job was configured with: t of the learning-rate policies
     reason: str
+    apart: tuple[Apart, ...] = ()  # who could not exchange with whom of late
 
     @property
     def start(self) -> StateName:
@@ -242,6 +253,7 @@ class Vote:
     caught_up: bool = True  # CATCHING_UP: the base is loaded and everything before this step replayed
     ring_broken: bool = False
     suspect: ReplicaId | None = None
+    own_link: bool = False  # our own link to or from the suspect failed; else we were told
     reason: str = ""
 
 
@@ -263,6 +275,7 @@ class RingBroken:
     quorum_id: QuorumId
     suspect: ReplicaId | None
     reason: str
+    own_link: bool = False  # as in a Vote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

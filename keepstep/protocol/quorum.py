@@ -20,13 +20,14 @@ What fails here: nothing living holds a state (`Halt`); replicas that do not fit
 paper: it takes the highest step, which splits the job when a member commits and is then cut off.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from keepstep.protocol import apart
 from keepstep.protocol.ids import NO_DECISION, Incarnation, QuorumId, ReplicaId, Seq, Step, UnitId
 from keepstep.protocol.ledger import assign, commit, complete
-from keepstep.protocol.messages import Decision, Kind, LedgerState, Member, Policy, Report, Role, StateName
-from keepstep.protocol.reasons import names, notes, why
+from keepstep.protocol.messages import Apart, Decision, Kind, LedgerState, Member, Policy, Report, Role, StateName
+from keepstep.protocol.reasons import left_out, names, notes, why
 from keepstep.protocol.topology import ring_order
 
 
@@ -125,6 +126,13 @@ class _Case:
     def seq(self) -> Seq:
         return Seq((self.last.seq if self.last else NO_DECISION) + 1)
 
+    def apart(self, start: StateName) -> tuple[Apart, ...]:
+        """Who cannot exchange with whom, if the next decision begins at `start`."""
+        if self.last is None:
+            return ()
+        lives = {s.report.incarnation for s in self.live.values()}
+        return apart.learn(self.last, self.reports, lives, completed=start == self.last.outcome)
+
 
 def _answers(report: Report, last: Seq) -> bool:
     """A report answers one decision. Older ones are stale: their replica may still complete what came after."""
@@ -181,6 +189,13 @@ class _Plan:
     holders: list[Report]
     others: list[Report]
     ledger: LedgerState | None
+
+    def without(self, aside: Collection[ReplicaId]) -> "_Plan":
+        return replace(
+            self,
+            holders=[r for r in self.holders if r.replica_id not in aside],
+            others=[r for r in self.others if r.replica_id not in aside],
+        )
 
 
 def _next(case: _Case, last: Decision) -> Decision | Wait | Halt:
@@ -307,13 +322,20 @@ def _train_or_gather(case: _Case, plan: _Plan, reason: str) -> Decision | Wait:
     if len(plan.holders) < policy.min_replicas:
         short = f"{len(plan.holders)} of at least {policy.min_replicas} replicas could train step {plan.start.step}"
         return _gather(case, plan, f"{reason}; {short}")
+    assert plan.ledger is not None, "a report of a state carries its ledger"
     held = {r.replica_id: r.held_units for r in plan.holders}
     order = ring_order(held.keys(), policy.zones)
-    assert plan.ledger is not None, "a report of a state carries its ledger"
     units = assign(plan.ledger, [(i, held[i]) for i in order], policy.units_per_worker)
+    known, idle = case.apart(plan.start), frozenset(i for i in order if not units[i])
+    aside = apart.aside(known, case.seq, plan.holders, plan.others, policy.min_replicas, idle)
+    ring = plan.without(aside.keys())
+    if aside:
+        reason = "; ".join([reason, *left_out(aside)])
+        order = tuple(i for i in order if i not in aside)
+        units = assign(plan.ledger, [(i, held[i]) for i in order], policy.units_per_worker)
     if not any(units.values()):
         return _gather(case, plan, f"{reason}; no unit is left for {names(order)} to train")
-    return _decision(case, plan, Kind.TRAIN, reason, units)
+    return _decision(case, ring, Kind.TRAIN, reason, units)
 
 
 def _gather(case: _Case, plan: _Plan, reason: str) -> Decision | Wait:
@@ -356,6 +378,7 @@ def _decision(
         ledger=plan.ledger,
         num_replicas=case.policy.num_replicas,
         reason="; ".join([reason, *notes(last, on_chain, members, reports)]),
+        apart=case.apart(plan.start),
     )
 
 

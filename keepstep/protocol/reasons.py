@@ -3,7 +3,7 @@
 Pure text; nothing is decided here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from keepstep.protocol.ids import ReplicaId
 from keepstep.protocol.messages import Decision, Kind, Member, Report, Role, StateName
@@ -42,6 +42,14 @@ def notes(
         if gone:
             found.append(f"without {names(gone)} of decision {last.seq}")
     return found
+
+
+def left_out(aside: Mapping[ReplicaId, ReplicaId]) -> list[str]:
+    """Who stands aside, though it lives."""
+    return [
+        f"replica {out} stands aside for now: it and replica {other} do not reach each other"
+        for out, other in aside.items()
+    ]
 
 
 def names(replica_ids: Iterable[ReplicaId]) -> str:

@@ -17,7 +17,7 @@ AHEAD_MAX = 1 << 16  # units beyond those that are committed: `commit` counts wh
 
 def problem_of_report(report: Report) -> str:
     """What cannot be meant about it, in words; empty: nothing."""
-    numbers = [report.replica_id, report.answers, *_of_state(report.state)]
+    numbers = [report.replica_id, report.answers, *report.cut_off, *_of_state(report.state)]
     if not _all_numbers(numbers):
         return "a number in it is negative or absurd"
     if report.ledger is None:
@@ -31,6 +31,7 @@ def problem_of_decision(decision: Decision) -> str:
     """The same about a decision."""
     members = decision.members
     numbers = [decision.seq, decision.quorum_id, decision.step, decision.base, *(m.replica_id for m in members)]
+    numbers += [n for a in decision.apart for n in (a.failures, a.until)]
     for state in decision.ancestry:
         numbers += _of_state(state)
     if not _all_numbers(numbers) or decision.seq == 0:

@@ -131,6 +131,7 @@ class LeaderMachine:
         self._held_units: tuple[UnitId, ...] = ()
         self._quorum_id: QuorumId | None = None
         self._broken = False  # a link of ring `_quorum_id` failed
+        self._cut_off: set[ReplicaId] = set()  # to or from these, at one of our ranks
 
     @property
     def last_seen(self) -> Seq:
@@ -195,6 +196,7 @@ class LeaderMachine:
             self._start_over = "the fetch had failed before this was decided"
         self.running = decision
         self._quorum_id, self._broken = decision.quorum_id, False
+        self._cut_off.clear()
         self._votes.clear()
         self._held_units = me.units
         told = TellDecided(decision=decision)
@@ -235,7 +237,8 @@ class LeaderMachine:
             case Loaded():
                 return self._on_loaded(message)
             case RingBroken():
-                self._broken = self._broken or message.quorum_id == self._quorum_id
+                if message.quorum_id == self._quorum_id:
+                    self._ring_failed(message)
                 return ()
 
     def _on_hello(self, hello: Hello) -> tuple[Effect, ...]:
@@ -258,10 +261,16 @@ class LeaderMachine:
         if self.running is None or vote.seq != self.running.seq:
             return ()
         self._votes[vote.rank] = vote
-        self._broken = self._broken or vote.ring_broken
+        if vote.ring_broken:
+            self._ring_failed(vote)
         if not vote.yes:
             return self._retry(vote)
         return self._commit() if len(self._votes) == self.settings.size else ()
+
+    def _ring_failed(self, message: Vote | RingBroken) -> None:
+        self._broken = True
+        if message.own_link and message.suspect is not None:
+            self._cut_off.add(message.suspect)
 
     def _on_fetched(self, message: Fetched) -> tuple[Effect, ...]:
         if message.state != self._fetching or self._load_told or self._start_over:
@@ -364,6 +373,7 @@ class LeaderMachine:
             ledger=ledger,
             held_units=self._held_units,
             broken=self._broken,
+            cut_off=tuple(sorted(self._cut_off)),
             finished=self.state is not None and ledger is not None and self.settings.finished(self.state.step, ledger),
             layout_digest=layout_digest(self._hellos[Rank(r)] for r in range(self.settings.size)),
         )

@@ -49,6 +49,7 @@ class StepFailed:
     phase: str
     reason: str
     fatal: bool
+    own_link: bool = False  # our own link to or from the suspect failed; else we were told
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class RingBroken:
     quorum_id: QuorumId
     suspect: ReplicaId | None
     reason: str
+    own_link: bool = False
 
 
 EngineEvent = StepDone | StepFailed | RingReady | RingBroken

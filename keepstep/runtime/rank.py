@@ -343,9 +343,19 @@ class RankRuntime:
                     self._fail(InvariantViolation(f"FTAR: {event.reason}"))
                     return
                 log.warning("step attempt %d failed: %s", event.seq, event.reason)
-                self._run(lambda machine: machine.on_step_failed(event.seq, event.suspect, event.reason))
+                failed = event
+                self._run(
+                    lambda machine: machine.on_step_failed(
+                        failed.seq, failed.suspect, failed.reason, own_link=failed.own_link
+                    )
+                )
             case RingBroken():
-                self._run(lambda machine: machine.on_ring_broken(event.quorum_id, event.suspect, event.reason))
+                broken = event
+                self._run(
+                    lambda machine: machine.on_ring_broken(
+                        broken.quorum_id, broken.suspect, broken.reason, own_link=broken.own_link
+                    )
+                )
             case RingReady():
                 self.emit("ring", quorum_id=event.quorum_id)
 

@@ -51,6 +51,7 @@ class _Broken:
     phase: str
     reason: str
     fatal: bool
+    own_link: bool = False  # ours to or from the suspect failed; else we were told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +223,7 @@ class Ring:
         if running or why.fatal:
             self._tell_failed(seq or Seq(0), number, why)
         else:
-            self.owner.tell(RingBroken(self.quorum_id, why.suspect, why.reason))
+            self.owner.tell(RingBroken(self.quorum_id, why.suspect, why.reason, why.own_link))
 
     def _links_to(self, suspect: ReplicaId | None) -> list[Peer]:
         """A thread may hang on the suspect: its links must not wait for the end of a chunk."""
@@ -234,7 +235,8 @@ class Ring:
                 link.shut()
 
     def _tell_failed(self, seq: Seq, number: int, why: "_Broken") -> None:
-        self.owner.tell(StepFailed(seq, self.quorum_id, number, why.suspect, why.phase, why.reason, why.fatal))
+        who, phase = why.suspect, why.phase
+        self.owner.tell(StepFailed(seq, self.quorum_id, number, who, phase, why.reason, why.fatal, why.own_link))
 
     def _blame(self, error: LinkError) -> None:
         """A link has failed, or its other end has ended the ring and may know why."""
@@ -242,7 +244,8 @@ class Ring:
         if isinstance(error, RingEnded):
             self._break(_Broken(error.suspect, error.phase, reason, fatal=False), failed=self._links_to(error.suspect))
         else:
-            self._break(_Broken(error.peer.replica_id, error.phase, reason, fatal=False), failed=[error.peer])
+            why = _Broken(error.peer.replica_id, error.phase, reason, fatal=False, own_link=True)
+            self._break(why, failed=[error.peer])
 
     def lost(self, error: LinkError, own: "deque[Running]", other: "deque[Running]") -> None:
         """A link is of no use any more. What runs may still complete on the other one, if it needs only that.
@@ -261,7 +264,7 @@ class Ring:
         ours = isinstance(error, OSError) and error.errno in OURS
         fatal = ours or isinstance(error, JobMismatch | Unauthorized)
         reason = f"ring {self.quorum_id}, connect: replica {self.next.replica_id}: {error}"
-        self._break(_Broken(self.next.replica_id, "connect", reason, fatal=fatal))
+        self._break(_Broken(self.next.replica_id, "connect", reason, fatal=fatal, own_link=True))
 
     def spawn(self, work: Callable[[], None], name: str) -> None:
         def guarded() -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SILENCE = 3 * SECOND
 CONNECT = 5 * SECOND
 PROGRESS = 10 * SECOND
+TOLD = "told: "  # begins what a member knows from another one
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +61,13 @@ class End:
     begun: int = 0  # how often
     broken: str = ""
     suspect: ReplicaId | None = None
+    own_link: bool = False  # ours to or from the suspect failed
+
+    @property
+    def neighbours(self) -> tuple[ReplicaId, ReplicaId]:
+        """The previous and the next member."""
+        at = self.lives.index(self.rank.life.incarnation)
+        return self.peers[at - 1].replica_id, self.peers[(at + 1) % len(self.peers)].replica_id
 
     @property
     def busy(self) -> bool:
@@ -94,7 +102,7 @@ class Fabric:
         missing = [p.replica_id for p in end.peers if p.incarnation not in ring]
         cut = self._cut_in(end)
         if missing or cut is not None:
-            self.break_end(end, missing[0] if missing else cut, "does not connect")
+            self.break_end(end, missing[0] if missing else _blamed(end, cut), "does not connect")
 
     def leave(self, end: End) -> None:
         """A member goes over to another ring. Whoever still needs it here is told."""
@@ -123,8 +131,9 @@ class Fabric:
             if any(o is None or o.seq != member.seq or number not in o.buffers for o in others):
                 continue
             member.on_the_way.add(number)
-            if any(o.rank.process.frozen for o in others if o is not None) or self._cut_in(member) is not None:
-                self._tell_broken(member, None, "silence", SILENCE)
+            cut = self._cut_in(member)
+            if any(o.rank.process.frozen for o in others if o is not None) or cut is not None:
+                self._tell_broken(member, _blamed(member, cut), "silence", SILENCE)
                 continue
             parts = tuple(o.buffers[number].contribution for o in others if o is not None)
             took = self.world.takes(60 * MS)
@@ -152,13 +161,14 @@ class Fabric:
         if end.broken or end.rank.engine.end is not end:
             return
         end.broken, end.suspect = why, suspect
+        end.own_link = not why.startswith(TOLD) and suspect in end.neighbours
         if end.busy and end.seq is not None:
-            end.rank.on_step_failed(end.seq, suspect, why)
+            end.rank.on_step_failed(end.seq, suspect, why, own_link=end.own_link)
         else:
-            end.rank.on_ring_broken(end.quorum_id, suspect, why)
+            end.rank.on_ring_broken(end.quorum_id, suspect, why, own_link=end.own_link)
         for other in self.rings[end.rank.number, end.quorum_id].values():
             if other is not end and not other.broken:
-                self._tell_broken(other, suspect, f"told: {why}", 10 * MS)
+                self._tell_broken(other, suspect, f"{TOLD}{why}", 10 * MS)
 
     def _tell_broken(self, end: End, suspect: ReplicaId | None, why: str, within: int) -> None:
         self.world.clock.after(self.world.takes(within), end.rank.process, self.break_end, end, suspect, why)
@@ -192,18 +202,30 @@ class Fabric:
         self.cuts.add((sender, receiver))
         for ring in self.rings.values():
             for end in ring.values():
-                if self._cut_in(end) is not None and not end.broken:
+                cut = self._cut_in(end)
+                if cut is not None and not end.broken:
                     if end.on_the_way and self.world.rng.random() < 0.5:
                         end.on_the_way.clear()
-                    self._tell_broken(end, ReplicaId(sender), "silence", SILENCE)
+                    self._tell_broken(end, _blamed(end, cut), "silence", SILENCE)
 
-    def _cut_in(self, end: End) -> ReplicaId | None:
+    def _cut_in(self, end: End) -> tuple[ReplicaId, ReplicaId] | None:
+        """Two neighbours in its ring that do not reach each other."""
         if not self.cuts:
             return None
         for before, after in zip((end.peers[-1], *end.peers), end.peers, strict=False):
             if (before.replica_id, after.replica_id) in self.cuts or (after.replica_id, before.replica_id) in self.cuts:
-                return before.replica_id
+                return before.replica_id, after.replica_id
         return None
+
+
+def _blamed(end: End, cut: tuple[ReplicaId, ReplicaId] | None) -> ReplicaId | None:
+    """Whom a member suspects when two of its ring do not reach each other: the other one, if it is one of them. A third one is
+    told, or notices by itself that nothing comes and suspects whom it can see."""
+    me = end.rank.life.replica_id
+    if cut is None or me not in cut:
+        world = end.rank.world
+        return end.neighbours[0] if cut is not None and world.plan.jitter and world.rng.random() < 0.3 else None
+    return cut[cut[0] == me]
 
 
 class SimEngine:
@@ -229,8 +251,11 @@ class SimEngine:
         end.buffers, end.on_the_way = {}, set()
         if end.broken:
             rank, why = self.rank, end.broken
-            rank.world.clock.after(MS // 10, rank.process, rank.on_step_failed, seq, end.suspect, why)
+            rank.world.clock.after(MS // 10, rank.process, self._fail_again, end, seq, why)
         self.fabric.begin(end)
+
+    def _fail_again(self, end: End, seq: Seq, why: str) -> None:
+        self.rank.on_step_failed(seq, end.suspect, why, own_link=end.own_link)
 
     def submit(self, seq: Seq, exchange: int, buffer: Any) -> None:
         end = self.end

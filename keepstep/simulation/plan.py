@@ -49,6 +49,8 @@ KINDS = {  # and how often
     "damage": 4,  # the next piece of state that it serves is damaged
 }
 
+LASTING = 7_919  # makes a generator of its own for what came later, so that a seed's other faults stay what they were
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
@@ -98,6 +100,7 @@ class Plan:
     drifts: tuple[float, ...] = ()  # of each replica's clock
     faults: tuple[Fault, ...] = ()
     heal_at: int = 0  # ns: from then on nothing goes wrong any more
+    lasting: tuple[int, int] | None = None  # these two lose each other at half of `heal_at`, and that never heals
     more_steps: int = 1  # then this many steps with everybody are demanded, or the end of the job
     jitter: float = 1.0  # 0: everything takes its usual time
 
@@ -117,11 +120,12 @@ def plan_of(seed: int, kinds: tuple[str, ...] = ()) -> Plan:
     max_steps = rng.choice([3, 5, 7]) if rng.random() < 0.15 else None
     total = rng.choice([4, 6, 8]) * replicas - rng.choice([0, 0, 1]) if ends else None
     ledger = LedgerState(policy="stream" if stream else "pool", cursors=(0,) * replicas if stream else (), total=total)
+    policy = _policy(rng, replicas)
     return Plan(
         seed=seed,
         replicas=replicas,
         ranks=ranks,
-        policy=_policy(rng, replicas),
+        policy=policy,
         ledger=ledger,
         max_steps=max_steps,
         exchanges=rng.choice([1, 1, 2]),
@@ -132,8 +136,17 @@ def plan_of(seed: int, kinds: tuple[str, ...] = ()) -> Plan:
             _fault(rng, replicas, ranks, heal_at, kinds) for _ in range(rng.choice([0, 1, 2, 2, 3, 3, 4, 6, 8]))
         ),
         heal_at=heal_at,
+        lasting=_lasting(random.Random(seed + LASTING), replicas, policy),
         more_steps=1,
     )
+
+
+def _lasting(rng: random.Random, replicas: int, policy: Policy) -> tuple[int, int] | None:
+    """Only where the others can go on, and where a third one can give a state to either."""
+    if replicas < 3 or policy.min_replicas == replicas or rng.random() > 0.1:
+        return None
+    one, other = rng.sample(range(replicas), 2)
+    return one, other
 
 
 def _policy(rng: random.Random, replicas: int) -> Policy:

@@ -64,11 +64,11 @@ class SimRank:
     def on_step_done(self, seq: Seq) -> None:
         self._run(self.machine.on_step_done(seq))
 
-    def on_step_failed(self, seq: Seq, suspect: ReplicaId | None, why: str) -> None:
-        self._run(self.machine.on_step_failed(seq, suspect, why))
+    def on_step_failed(self, seq: Seq, suspect: ReplicaId | None, why: str, *, own_link: bool) -> None:
+        self._run(self.machine.on_step_failed(seq, suspect, why, own_link=own_link))
 
-    def on_ring_broken(self, quorum_id: QuorumId, suspect: ReplicaId | None, why: str) -> None:
-        self._run(self.machine.on_ring_broken(quorum_id, suspect, why))
+    def on_ring_broken(self, quorum_id: QuorumId, suspect: ReplicaId | None, why: str, *, own_link: bool) -> None:
+        self._run(self.machine.on_ring_broken(quorum_id, suspect, why, own_link=own_link))
 
     def _on_fetched(self, fetch: Fetch) -> None:
         if fetch is not self._fetch:

@@ -1,7 +1,8 @@
 """One world: its replicas, what goes wrong with them, and how it ends.
 
-Under faults the judge demands safety after every event. Then everything heals, and it demands progress: some more steps with
-every replica a WORKER, or the end of the job with equal states, within a bound.
+Under faults the judge demands safety after every event. Then everything heals, but for a partition that is meant to last, and
+it demands progress: some more steps with every replica a WORKER (some more steps, if the partition lasts), or the end of the job
+with equal states, within a bound.
 """
 
 import random
@@ -59,6 +60,8 @@ class World:
                 self._points[fault.point, fault.replica].append(fault)
             else:
                 self.clock.after(fault.at, None, self._happen, fault)
+        if plan.lasting is not None:
+            self.clock.after(plan.heal_at // 2, None, self._part)
         self.clock.after(plan.heal_at, None, self._heal)
 
     # --- small things that everybody needs --------------------------------------------------------------------
@@ -255,11 +258,19 @@ class World:
 
     # --- the end ----------------------------------------------------------------------------------------------
 
+    def _part(self) -> None:
+        if self.plan.lasting is not None:
+            one, other = self.plan.lasting
+            self.say(None, f"*** replicas {one} and {other} do not reach each other any more, and never will")
+            self.fabric.cut(one, other)
+            self.fabric.cut(other, one)
+
     def _heal(self) -> None:
         """From now on nothing goes wrong any more, and everybody comes back."""
         self.say(None, "*** everything heals")
         self.healed = True
         self.fabric.cuts.clear()
+        self._part()
         self._store_back()
         for life in self.lives:
             life.main_slowness = life.fetch_slowness = 1
@@ -279,7 +290,11 @@ class World:
         if self.talks:
             self.say(None, describe(decision))
         everybody = sum(not life.done for life in self.lives)  # who gave up, rightly, doesn't come back
-        if self.healed and self._done_at < 0 and decision.kind is Kind.TRAIN and len(decision.workers) == everybody:
+        if self.plan.lasting is not None:
+            everybody = (
+                1  # of each two that do not reach each other, one must stand aside, and its turn comes again and again
+            )
+        if self.healed and self._done_at < 0 and decision.kind is Kind.TRAIN and len(decision.workers) >= everybody:
             self._done_at = self.judge.steps + self.plan.more_steps * everybody
 
     def _check(self) -> None:

@@ -129,6 +129,12 @@ STORIES = [
         units=15,
     ),
     story(
+        "stands_aside",
+        "Replicas 1 and 2 lose each other and both reach the store: after two failures one stands aside, and comes back.",
+        Fault(kind="cut link", replica=1, other=2, point="begin", nth=3, duration=9 * SECOND),
+        units=48,
+    ),
+    story(
         "store_away",
         "The store is away for 4 s in the middle of a step: the step is completed, the next one waits.",
         fault("store away", 0, "begin", 3, 4.0),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.protocol import catch_up, deciding, ledger, quorum, step
+from keepstep.protocol import apart, catch_up, deciding, ledger, quorum, step
 from keepstep.protocol.catch_up import GiveOrder, RankMachine
 from keepstep.protocol.messages import Decision, LedgerState, Load, Loaded, Report, Role, StateName, Vote
 from keepstep.protocol.step import LeaderMachine, Tell
@@ -147,6 +147,17 @@ def a_decision_that_was_not_published_is_not_tried_again(patch: Patch) -> None:
         return ()
 
     patch.setattr(deciding.Decider, "on_published", on_published)
+
+
+@mutant(500)
+def nobody_stands_aside(patch: Patch) -> None:
+    patch.setattr(apart, "aside", lambda *_: {})
+
+
+@mutant(500)
+def complaints_are_forgotten_at_once(patch: Patch) -> None:
+    genuine = apart.learn
+    patch.setattr(apart, "learn", lambda last, *more, **done: genuine(replace(last, apart=()), *more, **done))
 
 
 # --- the ledger ------------------------------------------------------------------------------------------------

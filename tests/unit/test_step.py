@@ -1,5 +1,7 @@
 """The leader's machine: report, decided, vote, commit, retry, superseded, catching up, the end."""
 
+from dataclasses import replace
+
 import pytest
 from machines import LEDGER, C, W, decision, hello, me, member, state
 
@@ -247,6 +249,21 @@ def test_a_ring_that_broke_while_idle_is_reported() -> None:
     machine.on_message(RingBroken(rank=Rank(1), quorum_id=QuorumId(1), suspect=None, reason="ours"))
     machine.on_message(vote(0, 2))
     assert report_of(machine.on_message(vote(1, 2))).report.broken
+
+
+def test_only_what_failed_at_our_own_links_is_a_complaint_and_only_of_this_ring() -> None:
+    machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1), member(2, W, 2), quorum=1))
+    ring, told = QuorumId(1), ReplicaId(2)
+    machine.on_message(RingBroken(rank=Rank(0), quorum_id=QuorumId(9), suspect=told, reason="older", own_link=True))
+    machine.on_message(RingBroken(rank=Rank(0), quorum_id=ring, suspect=told, reason="told"))
+    machine.on_message(RingBroken(rank=Rank(0), quorum_id=ring, suspect=None, reason="nobody", own_link=True))
+    failed = replace(vote(1, 1, yes=False, broken=True), own_link=True)
+    report = report_of(machine.on_message(failed)).report
+    assert report.broken
+    assert report.cut_off == (1,)
+    machine.on_decision(decision(2, 0, 1, member(0, W, 0), member(1, W, 1), quorum=2))
+    assert report_of(machine.on_message(vote(1, 2, yes=False))).report.cut_off == ()
 
 
 def test_ranks_that_differ_are_named() -> None:
