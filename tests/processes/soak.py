@@ -78,9 +78,8 @@ class Sampler:
 
     def sample(self) -> None:
         row: dict[str, float] = {"at_s": time.monotonic() - self._began}
-        processes = {"launcher": self._launcher}
         children = self._launcher.children(recursive=True)
-        processes |= {p.name() if p.name() == "etcd" else "zygote": p for p in children if self._lasts(p)}
+        processes = {"launcher": self._launcher, **self._lasting(children)}
         for name, process in processes.items():
             with process.oneshot():
                 row[f"{name} MB"] = process.memory_info().rss / 1e6
@@ -91,10 +90,18 @@ class Sampler:
         row["sockets"] = sum(c.pid in job for c in psutil.net_connections("tcp"))
         self.rows.append(row)
 
-    def _lasts(self, process: psutil.Process) -> bool:
-        """Ranks are forked from the zygote, so they share its command line; but they have names of their own."""
-        name = process.name()
-        return name == "etcd" or (not name.startswith("keepstep-r") and "zygote" in " ".join(process.cmdline()))
+    def _lasting(self, children: list[psutil.Process]) -> dict[str, psutil.Process]:
+        """etcd and the zygote: the oldest with that command line, since ranks are forked from it."""
+        found: dict[str, psutil.Process] = {}
+        for process in sorted(children, key=lambda p: p.create_time()):
+            try:
+                command = process.cmdline()
+            except psutil.NoSuchProcess:  # a rank that has just died
+                continue
+            for name, part in (("etcd", "--listen-client-urls"), ("zygote", "keepstep.launch.zygote")):
+                if part in command:
+                    found.setdefault(name, process)
+        return found
 
     def growth(self) -> dict[str, tuple[float, float]]:
         """Medians of the second and of the last quarter."""
