@@ -15,14 +15,12 @@ about training: the store is told which incarnations are dead and which are anno
 """
 
 import asyncio
-import contextlib
 import ctypes
 import json
 import logging
 import os
 import secrets
 import signal
-import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVarTuple
 
@@ -30,6 +28,7 @@ from keepstep.launch.etcd_keeper import EtcdKeeper
 from keepstep.launch.orphans import Guard, reap
 from keepstep.launch.processes import Life, how_it_ended, start_cold
 from keepstep.launch.restarts import GiveUp, History
+from keepstep.launch.screen import Screen
 from keepstep.launch.settings import LaunchSettings
 from keepstep.launch.zygote import Zygote, ZygoteError
 from keepstep.protocol.errors import EX_CONFIG, EX_NO_RESTART, EX_REPLICA_LOST, StoreError
@@ -64,8 +63,8 @@ class Replica:
 class Launcher:
     """One run. `run` returns the exit code and leaves nothing behind."""
 
-    def __init__(self, settings: LaunchSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: LaunchSettings, screen: Screen) -> None:
+        self.settings, self._screen = settings, screen
         self.replicas = [Replica(i, History(settings.max_restarts)) for i in range(settings.replicas)]
         self._events = EventLog(settings.run_dir / "events" / "launcher.jsonl", {})
         self._etcd: EtcdKeeper | None = None
@@ -162,6 +161,7 @@ class Launcher:
                 start=self._start_process,
                 env=self._env,
                 logs=self.settings.run_dir / "logs",
+                show=self._screen.out,
                 on_exit=lambda life, rank: self._guarded(self._on_exit, replica, life, rank),
             )
         except OSError as error:
@@ -347,7 +347,7 @@ class Launcher:
             try:
                 await asyncio.wait_for(work, TELL_S)
             except (StoreError, TimeoutError) as error:
-                log.warning("the store could not be told: %s", error)
+                self._say(f"the store could not be told: {error}")
 
     # --- ending -----------------------------------------------------------------------------------------------
 
@@ -422,20 +422,23 @@ class Launcher:
         reap(known, {life.incarnation for life in going_on}, {pid for life in going_on for pid in life.pids})
 
     def _say(self, words: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads us any more
-            print(f"keepstep: {words}", file=sys.stderr, flush=True)
+        self._screen.error(f"keepstep: {words}\n")
 
 
 def launch(settings: LaunchSettings) -> int:
     """Runs the job; returns the exit code."""
 
     async def main() -> tuple[int, str]:
-        launcher = Launcher(settings)
+        launcher = Launcher(settings, screen)
         code = await launcher.run()
         return code, launcher.verdict(code)
 
     about = {"script": str(settings.script), "args": settings.args, "job": settings.job}
     (settings.run_dir / "run.json").write_text(json.dumps(about) + "\n")
-    code, verdict = asyncio.run(main())
-    print(f"keepstep: {verdict}; logs are in {settings.run_dir / 'logs'}", file=sys.stderr, flush=True)
+    screen = Screen()
+    try:
+        code, verdict = asyncio.run(main())
+        screen.error(f"keepstep: {verdict}; logs are in {settings.run_dir / 'logs'}\n")
+    finally:
+        screen.close()
     return code

@@ -50,8 +50,9 @@ def start_cold(args: Sequence[str], env: Mapping[str, str], output: int, listene
 class Output:
     """Reads what a process says, line by line, without ever blocking."""
 
-    def __init__(self, fd: int, prefix: str, log_path: Path, banner: str) -> None:
-        self._fd, self._prefix, self._rest = fd, prefix, b""
+    def __init__(self, fd: int, prefix: str, log_path: Path, banner: str, show: Callable[[str], None]) -> None:
+        """`show`: takes whole lines, must not block."""
+        self._fd, self._prefix, self._rest, self._show_text = fd, prefix, b"", show
         self._log: FileIO | None = None
         with contextlib.suppress(OSError):  # a full disk must not stop training
             self._log = FileIO(log_path, "a")
@@ -89,11 +90,7 @@ class Output:
     def _show(self, lines: list[bytes]) -> None:
         words = [line.decode(errors="replace").rstrip("\r") for line in lines]
         self.last.extend(word for word in words if word.strip())
-        text = "".join(f"{self._prefix} {word}\n" for word in words)
-        with contextlib.suppress(OSError):  # nobody reads us any more
-            if sys.stdout is not None:  # a terminal of another encoding gets question marks
-                sys.stdout.write(text.encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding))
-                sys.stdout.flush()
+        self._show_text("".join(f"{self._prefix} {word}\n" for word in words))
 
     def close(self) -> None:
         """The process has closed its end, or we stop listening."""
@@ -144,6 +141,7 @@ class Life:
         start: Start,
         env: Mapping[str, str],
         logs: Path,
+        show: Callable[[str], None],
         on_exit: Callable[["Life", int], None],
     ) -> None:
         self.replica_id, self.number = replica_id, number
@@ -179,7 +177,7 @@ class Life:
                     os.close(writer)
                 banner = f"--- replica {replica_id} rank {rank}, life {number}, incarnation {self.incarnation} ---\n"
                 log = logs / f"replica{replica_id}-rank{rank}.log"
-                output = Output(reader, f"[r{replica_id}.k{rank}]", log, banner)
+                output = Output(reader, f"[r{replica_id}.k{rank}]", log, banner, show)
                 self.processes.append(RankProcess(rank, pid, output, partial(on_exit, self)))
         except BaseException:
             self.kill()

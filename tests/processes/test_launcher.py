@@ -1,9 +1,9 @@
 """The launcher with small scripts: exits, restarts, signals, and nothing left behind."""
 
 import asyncio
-import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,6 +17,7 @@ import pytest
 from jobs import command, finish, kill_all, processes_of, read_events, run, start, wait_until
 
 from keepstep.launch.processes import Life, Output, start_cold
+from keepstep.launch.screen import HELD_MAX, Screen
 
 # A rank that trains nothing, but says so as the real ones do, so that the launcher takes its lives for fruitful.
 PREFACE = """
@@ -396,26 +397,71 @@ etcd_server.find_etcd = find_etcd
 
 def test_output_that_can_be_neither_kept_nor_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk, and a terminal that knows no accents, must not keep an exit from being seen."""
-    shown = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    shown, terminal = os.pipe()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(terminal, "w", encoding="ascii"))
+    screen = Screen()
 
     async def main() -> None:
         reader, writer = os.pipe()
-        output = Output(reader, "[x]", Path("/dev/full"), "banner\n")
+        output = Output(reader, "[x]", Path("/dev/full"), "banner\n", screen.out)
         os.write(writer, "caf\u00e9 \u2713\n".encode() + b"\xff the end")
         os.close(writer)
         output.read()
         assert list(output.last) == ["caf\u00e9 \u2713", "\ufffd the end"]
 
     asyncio.run(main())
-    assert shown.getvalue() == b"[x] caf? ?\n[x] ? the end\n"
+    screen.close()
+    assert os.read(shown, 100) == b"[x] caf? ?\n[x] ? the end\n"
+    os.close(shown)
+    sys.stdout.close()
+
+
+def test_a_terminal_that_nobody_reads_stops_nothing_and_is_told_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-S, a pager, a full pipe: lines are dropped once enough of them wait."""
+    shown, terminal = os.pipe()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(terminal, "w"))
+    screen = Screen()
+    line = "x" * 999 + "\n"
+    for _ in range(2 * HELD_MAX // len(line)):
+        screen.out(line)
+    got = 0
+    while select.select([shown], [], [], 1.0)[0]:
+        got += os.read(shown, 1 << 20).count(b"\n")
+    screen.out("here again\n")
+    screen.close()
+    dropped = 2 * HELD_MAX // len(line) - got
+    assert dropped > 0
+    missed = f"keepstep: {dropped} lines are only in the logs, nobody read them here"
+    assert os.read(shown, 1000) == f"{missed}\nhere again\n".encode()
+    os.close(shown)
+    sys.stdout.close()
+
+
+def test_replicas_are_restarted_while_nobody_reads_what_the_launcher_says(
+    tmp_path: Path, script: Callable[[str], Path]
+) -> None:
+    """Its pipe is full: 64 KB, and it blocks who writes more."""
+    loud = script("print('x' * 200_000, flush=True)\n" + FOREVER)
+    process = start(tmp_path / "run", "--replicas", "2", script=loud)
+    try:
+        first = wait_until(lambda: [e for e in spawned(tmp_path / "run") if e["replica"] == 1])[0]
+        wait_until(lambda: b"xxx" in (tmp_path / "run" / "logs" / "replica0-rank0.log").read_bytes())
+        os.kill(first["pids"][0], signal.SIGKILL)
+        wait_until(lambda: len([e for e in spawned(tmp_path / "run") if e["replica"] == 1]) > 1)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: process.poll() is not None)
+    finally:
+        kill_all(tmp_path / "run")
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def life(tmp_path: Path, start: Any, on_exit: Callable[[Life, int], None]) -> Life:
     path = tmp_path / "script.py"
     path.write_text("import threading\nthreading.Event().wait()\n")
     return Life(
-        replica_id=0, number=1, ranks=2, args=[str(path)], start=start, env=dict(os.environ), logs=tmp_path, on_exit=on_exit
+        replica_id=0, number=1, ranks=2, args=[str(path)], start=start, env=dict(os.environ), logs=tmp_path,
+        show=lambda _: None, on_exit=on_exit,
     )  # fmt: skip
 
 

@@ -1,0 +1,71 @@
+"""What the launcher shows on its standard output and error, without ever waiting for whoever reads them.
+
+A terminal that is stopped (Ctrl-S), a pager, or a pipe that nobody empties takes no more after 64 KB. The launcher's loop must
+see exits and restart replicas all the same, so a thread of its own writes; what it cannot get rid of is dropped beyond
+`HELD_MAX`, counted, and said when the reader is back. The logs in the run directory have every line.
+"""
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+from typing import TextIO
+
+HELD_MAX = 1 << 20  # bytes
+CLOSE_S = 2.0
+
+
+class Screen:
+    """Create it and call it in one thread; `close` at the end."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._held = 0  # bytes, queued or being written
+        self._dropped = 0  # lines, since the reader last kept up
+        self._thread = threading.Thread(target=self._write, name="keepstep-screen", daemon=True)
+        self._thread.start()
+
+    def out(self, text: str) -> None:
+        """Whole lines for standard output. Never blocks, never raises."""
+        self._show(sys.stdout, text)
+
+    def error(self, text: str) -> None:
+        """The same for standard error."""
+        self._show(sys.stderr, text)
+
+    def close(self) -> None:
+        """Writes what is queued; bounded in time."""
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _show(self, stream: TextIO | None, text: str) -> None:
+        if stream is None:
+            return
+        try:
+            fd = stream.fileno()
+        except (OSError, ValueError):  # not a file, or closed: whoever put it there does not block
+            with contextlib.suppress(OSError, ValueError):
+                stream.write(text)
+            return
+        data = text.encode(stream.encoding or "utf-8", "replace")  # a terminal of another encoding gets question marks
+        with self._lock:
+            if self._held + len(data) > HELD_MAX:
+                self._dropped += text.count("\n")
+                return
+            if self._dropped:
+                data = f"keepstep: {self._dropped} lines are only in the logs, nobody read them here\n".encode() + data
+                self._dropped = 0
+            self._held += len(data)
+        self._queue.put((fd, data))
+
+    def _write(self) -> None:
+        while (item := self._queue.get()) is not None:
+            fd, data = item
+            with contextlib.suppress(OSError):  # nobody reads us any more
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+            with self._lock:
+                self._held -= len(data)
