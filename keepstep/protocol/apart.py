@@ -74,8 +74,8 @@ def aside(
 ) -> Mapping[ReplicaId, ReplicaId]:
     """Who is left out of decision `seq`, each with the one it cannot exchange with; of `holders`, `fewest` stay.
 
-    Whoever is in most pairs goes first, then those who catch up, then the `idle`, who have nothing to train, then the highest
-    replica_id. Empty if too few would be left: then all are tried again.
+    The `idle`, who have nothing to train, go first, then whoever is in most pairs, then those who catch up, then the highest
+    replica_id. Where too few would be left, the others are tried again.
     """
     place = {r.incarnation: r for r in [*holders, *others]}
     catching_up = {r.incarnation for r in others}
@@ -85,10 +85,10 @@ def aside(
         most = Counter(life for pair in pairs for life in pair)
         able = [life for life in most if life in catching_up or left > max(1, fewest)]
         if not able:
-            return {}
+            break
         gone = max(
             able,
-            key=lambda life: (most[life], life in catching_up, place[life].replica_id in idle, place[life].replica_id),
+            key=lambda life: (place[life].replica_id in idle, most[life], life in catching_up, place[life].replica_id),
         )
         left -= gone not in catching_up
         first = next(pair for pair in pairs if gone in pair)
