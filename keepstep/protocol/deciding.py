@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from keepstep.protocol import quorum
 from keepstep.protocol.ids import NO_DECISION, Seq
-from keepstep.protocol.messages import Decision, Policy
+from keepstep.protocol.messages import Decision, Policy, Report
 
 LOOK_AGAIN_NS = 50_000_000
 """The watch brings what won; until then a second try can only lose. After this, look whether the call failed."""
@@ -56,6 +56,7 @@ class Decider:
         self.policy = policy
         self.waiting = ""  # why there is no decision yet
         self._seen: tuple[quorum.View, int] | None = None  # and the revision of its decision
+        self._mine: Report | None = None
         self._publishing: Seq | None = None
         self._due: int | None = None
         self._confirming = False
@@ -64,9 +65,12 @@ class Decider:
         """When to call `on_time`, unless something else happens before."""
         return self._due
 
-    def on_view(self, view: quorum.View, revision: int, *, now: int, fresh: bool = False) -> tuple[Effect, ...]:
-        """The store shows something new. `revision`: of the decision's key, 0 without one. `fresh`: the answer to Confirm."""
-        self._seen = view, revision
+    def on_view(
+        self, view: quorum.View, revision: int, *, now: int, mine: Report | None, fresh: bool = False
+    ) -> tuple[Effect, ...]:
+        """The store shows something new. `revision`: of the decision's key, 0 without one. `mine`: our newest report. `fresh`:
+        the answer to Confirm."""
+        self._seen, self._mine = (view, revision), mine
         self._confirming = self._confirming and not fresh
         return self._decide(now, fresh)
 
@@ -99,9 +103,17 @@ class Decider:
             self._publishing, self.waiting = answer.seq, ""
             return (TryPublish(decision=answer, revision=revision),)
         if isinstance(answer, quorum.Halt):
+            if not answer.misfits and not self._is_heard(view):
+                self.waiting, self._due = "the store does not show our own report", now + LOOK_AGAIN_NS
+                return ()
             if fresh:
                 return (Halted(halt=answer),)
             asked, self._confirming = self._confirming, True
             return () if asked else (Confirm(),)
         self.waiting, self._due = answer.reason, answer.until
         return ()
+
+    def _is_heard(self, view: quorum.View) -> bool:
+        """Whether the view has our newest report. Without it, the state that nobody holds may be our own."""
+        mine = self._mine
+        return mine is not None and (seen := view.reports.get(mine.replica_id)) is not None and seen.report == mine

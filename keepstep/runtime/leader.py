@@ -296,7 +296,9 @@ class LeaderShell:
     def _decide(self) -> None:
         view = self._view
         if view is not None and not self._closed and not self.machine.over:
-            answer = self._decider.on_view(to_quorum_view(view), view.revision, now=time.monotonic_ns())
+            answer = self._decider.on_view(
+                to_quorum_view(view), view.revision, now=time.monotonic_ns(), mine=self._report
+            )
             self._act(answer)
 
     def _act(self, effects: tuple[deciding.Effect, ...]) -> None:
@@ -342,7 +344,9 @@ class LeaderShell:
         if not self._closed and not self.machine.over:
             self._view = view
             now = time.monotonic_ns()
-            self._act(self._decider.on_view(to_quorum_view(view), view.revision, now=now, fresh=True))
+            self._act(
+                self._decider.on_view(to_quorum_view(view), view.revision, now=now, mine=self._report, fresh=True)
+            )
 
     async def _publish(self, wanted: deciding.TryPublish) -> None:
         try:

@@ -75,7 +75,7 @@ class SimLeader:
             self._overwritten = True
             self.world.clock.after_local(OVERWRITTEN, self.process, self._check_report)
         if not self.machine.over:
-            self._act(self._decider.on_view(view, self.client.revision, now=self._now))
+            self._act(self._decider.on_view(view, self.client.revision, now=self._now, mine=self._report))
 
     @property
     def _now(self) -> int:
@@ -175,7 +175,8 @@ class SimLeader:
         if self._closed or self.machine.over:
             return
         if read:
-            self._act(self._decider.on_view(self.client.view(), self.client.revision, now=self._now, fresh=True))
+            view, now = self.client.view(), self._now
+            self._act(self._decider.on_view(view, self.client.revision, now=now, mine=self._report, fresh=True))
         else:
             self._act(self._decider.on_unconfirmed(now=self._now))
 
