@@ -168,7 +168,11 @@ class World:
             if rank.process.alive:
                 self._kill(rank)
         self.store.announce(life.replica_id, False)
-        if all(each.done for each in self.lives):
+        left = sum(not each.done for each in self.lives)
+        if left < self.plan.policy.min_replicas and not any(each.finished for each in self.lives):
+            self._ending = "no state"  # those who gave up do not come back, and the others are too few
+            self.clock.stop()
+        elif not left:
             self._ending = "end" if any(each.finished for each in self.lives) else "no state"
             self.clock.stop()
 
