@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.protocol.errors import InvariantViolation
-from keepstep.protocol.ids import QuorumId, Rank, ReplicaId, Seq, UnitId
+from keepstep.protocol.ids import NO_DECISION, QuorumId, Rank, ReplicaId, Seq, UnitId
 from keepstep.protocol.messages import (
     Abort,
     Decided,
@@ -193,6 +193,7 @@ class RankMachine:
         self._quorum_id: QuorumId | None = None
         self._serving = Serving()
         self._fetching: StateName | None = None
+        self._since = NO_DECISION  # the decision that told us to
         self._base_ledger: LedgerState | None = None  # of `_fetching`
         self._loading = False  # Load was told: commits become orders at once
         self._behind = False  # the leader doesn't count on our state yet: tell it what we have reached
@@ -268,7 +269,7 @@ class RankMachine:
         if me.fetch:
             self._forget_fetch()
             self.held, self._behind = None, True
-            self._fetching, self._base_ledger = decision.start, self.ledger
+            self._fetching, self._base_ledger, self._since = decision.start, self.ledger, decision.seq
             sources = tuple(
                 peer for peer, member in zip(peers, decision.members, strict=True) if member.role is Role.WORKER
             )
@@ -345,7 +346,7 @@ class RankMachine:
         """This rank's bytes of `state` are here, or no source is left."""
         if state != self._fetching:
             return ()
-        done = Fetched(rank=self.rank, state=state, ok=failure is None, reason=failure or "")
+        done = Fetched(rank=self.rank, state=state, since=self._since, ok=failure is None, reason=failure or "")
         return (SendUp(message=done),)
 
     # --- from the main thread ---------------------------------------------------------------------------------

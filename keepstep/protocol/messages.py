@@ -263,6 +263,7 @@ class Fetched:
 
     rank: Rank
     state: StateName
+    since: Seq  # the decision that told it to fetch: another one may name the same state again
     ok: bool
     reason: str = ""
 

@@ -119,6 +119,7 @@ class LeaderMachine:
         self._hellos: dict[Rank, Hello] = {}
         self._votes: dict[Rank, Vote] = {}
         self._fetching: StateName | None = None  # what was last told to fetch, unless we gave that up
+        self._since = NO_DECISION  # by which decision
         self._fetched: set[Rank] = set()
         self._loaded: set[Rank] = set()  # ranks that hold `_loaded_state`
         self._loaded_state: StateName | None = None
@@ -182,7 +183,7 @@ class LeaderMachine:
                 self._before_fetch = (self.state, self.ledger)
             self.state, self.materialized = decision.start, False
             self.ledger = decision.ledger or self._initial_ledger
-            self._fetching = decision.start
+            self._fetching, self._since = decision.start, decision.seq
             self._fetched.clear()
             self._loaded_state = None
             self._load_told = False
@@ -273,7 +274,8 @@ class LeaderMachine:
             self._cut_off.add(message.suspect)
 
     def _on_fetched(self, message: Fetched) -> tuple[Effect, ...]:
-        if message.state != self._fetching or self._load_told or self._start_over:
+        current = (message.state, message.since) == (self._fetching, self._since)
+        if not current or self._load_told or self._start_over:
             return ()
         if not message.ok:
             self._start_over = f"rank {message.rank} could not fetch the state: {message.reason}"

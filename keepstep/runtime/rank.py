@@ -95,6 +95,7 @@ class RankRuntime:
         self._fetcher: StateFetcher | None = None
         self._fetch: FetchHandle | None = None
         self._fetched: FetchedState | None = None
+        self._fetch_current: object | None = None  # tells the results of the newest fetch from those of others
         self._tasks: set[asyncio.Task[None]] = set()
         self._attempts = Attempts()
 
@@ -436,15 +437,20 @@ class RankRuntime:
 
     def _start_fetch(self, effect: rank_effects.StartFetch) -> None:
         assert self._fetcher is not None
-        state, started = effect.state, time.monotonic()
+        state, started, current = effect.state, time.monotonic(), object()
         sources = [(p.replica_id, p.endpoint.host, p.endpoint.state_port) for p in effect.sources]
 
         def done(result: FetchedState | TransferError) -> None:
-            self.loop.call_soon_threadsafe(self._on_fetch_done, state, result, time.monotonic() - started)
+            self.loop.call_soon_threadsafe(self._on_fetch_done, current, state, result, time.monotonic() - started)
 
+        self._fetch_current = current
         self._fetch = self._fetcher.fetch(state, sources, done, throttle_bytes_per_s=self.env.fetch_throttle)
 
-    def _on_fetch_done(self, state: StateName, result: FetchedState | TransferError, seconds: float) -> None:
+    def _on_fetch_done(
+        self, fetch: object, state: StateName, result: FetchedState | TransferError, seconds: float
+    ) -> None:
+        if fetch is not self._fetch_current:
+            return  # it was replaced or cancelled while this was on its way
         if isinstance(result, FetchedState):
             self._fetched = result
             self.emit(
@@ -463,7 +469,7 @@ class RankRuntime:
     def _cancel_fetch(self) -> None:
         if self._fetch is not None:
             self._fetch.cancel()
-        self._fetch = self._fetched = None
+        self._fetch = self._fetched = self._fetch_current = None
         running = self._machine.running if self._machine is not None else None
         self._attempts.drop_all_but(running.seq if running is not None else None)
 

@@ -541,7 +541,7 @@ MESSAGES = (
     Finish(error="over"),
     HELLO_UP,
     Vote(rank=Rank(0), seq=Seq(3), yes=False, suspect=ReplicaId(1)),
-    Fetched(rank=Rank(0), state=state(1, 2), ok=True),
+    Fetched(rank=Rank(0), state=state(1, 2), since=Seq(4), ok=True),
     RingBroken(rank=Rank(0), quorum_id=QUORUM, suspect=None, reason="because"),
     Loaded(rank=Rank(0), state=state(1, 2)),
 )

@@ -146,7 +146,7 @@ def test_replay_when_the_fetch_outlasts_the_step() -> None:
     assert commit(machine, 7) == ()
     machine.on_message(decided(decision(8, 6, 7, member(1, W, 7), member(2, W, 8), member(0, C))))
     (send,) = machine.on_fetched(state(5, 6), None)
-    assert send == SendUp(message=Fetched(rank=Rank(1), state=state(5, 6), ok=True))
+    assert send == SendUp(message=Fetched(rank=Rank(1), state=state(5, 6), since=Seq(7), ok=True))
     load, replay = orders(machine.on_message(Load(state=state(5, 6))))
     assert isinstance(load, LoadState)
     assert isinstance(replay, Apply)
@@ -184,7 +184,9 @@ def test_late_news_of_another_fetch_is_ignored() -> None:
 
 def test_a_failed_fetch_is_told() -> None:
     (send,) = fetching().on_fetched(state(5, 6), "every source is gone")
-    assert send == SendUp(message=Fetched(rank=Rank(1), state=state(5, 6), ok=False, reason="every source is gone"))
+    assert send == SendUp(
+        message=Fetched(rank=Rank(1), state=state(5, 6), since=Seq(7), ok=False, reason="every source is gone")
+    )
 
 
 def test_a_source_keeps_what_is_being_read() -> None:

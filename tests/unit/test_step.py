@@ -96,8 +96,8 @@ def test_catching_up_is_live_when_all_ranks_have_fetched_and_replayed() -> None:
     report = report_of(machine.on_message(vote(1, 7, caught_up=False))).report
     assert (report.state, report.materialized) == (state(6, 7), False)
     machine.on_decision(decision(8, 6, 7, member(1, W, 6), member(0, C)))
-    assert machine.on_message(Fetched(rank=Rank(0), state=state(5, 6), ok=True)) == ()
-    assert machine.on_message(Fetched(rank=Rank(1), state=state(5, 6), ok=True)) == (
+    assert machine.on_message(Fetched(rank=Rank(0), state=state(5, 6), since=Seq(7), ok=True)) == ()
+    assert machine.on_message(Fetched(rank=Rank(1), state=state(5, 6), since=Seq(7), ok=True)) == (
         Tell(message=Load(state=state(5, 6))),
     )
     machine.on_message(vote(0, 8, caught_up=True))
@@ -109,7 +109,10 @@ def test_catching_up_is_live_when_all_ranks_have_fetched_and_replayed() -> None:
 
 def test_a_failed_fetch_starts_over_after_the_step_which_still_needs_our_zeros() -> None:
     machine = catching_up()
-    assert machine.on_message(Fetched(rank=Rank(1), state=state(5, 6), ok=False, reason="all sources gone")) == ()
+    assert (
+        machine.on_message(Fetched(rank=Rank(1), state=state(5, 6), since=Seq(7), ok=False, reason="all sources gone"))
+        == ()
+    )
     machine.on_message(vote(0, 7))
     effects = machine.on_message(vote(1, 7))
     assert [type(e.message) for e in effects if isinstance(e, Tell)] == [Verdict, StartOver]
@@ -123,7 +126,9 @@ def test_a_replica_whose_fetch_fails_still_offers_what_it_held_before() -> None:
     machine.on_message(vote(0, 1))
     assert report_of(machine.on_message(vote(1, 1))).report.state == state(1, 1)
     machine.on_decision(decision(2, 2, 9, member(0, C, fetch=True), member(1, W)))
-    machine.on_message(Fetched(rank=Rank(0), state=state(2, 9), ok=False, reason="its only source is gone"))
+    machine.on_message(
+        Fetched(rank=Rank(0), state=state(2, 9), since=Seq(2), ok=False, reason="its only source is gone")
+    )
     machine.on_message(vote(0, 2, caught_up=False))
     effects = machine.on_message(vote(1, 2, caught_up=False))
     (over,) = (e.message for e in effects if isinstance(e, Tell) and isinstance(e.message, StartOver))
@@ -138,10 +143,12 @@ def test_a_replica_whose_fetch_fails_still_offers_what_it_held_before() -> None:
 def fetch_fails_after_the_report() -> LeaderMachine:
     """Replica 1 dies: the step is retried and reported, and only then do we hear that it was the only source, too."""
     machine = catching_up()
-    machine.on_message(Fetched(rank=Rank(0), state=state(5, 6), ok=True))
+    machine.on_message(Fetched(rank=Rank(0), state=state(5, 6), since=Seq(7), ok=True))
     pending = report_of(machine.on_message(vote(1, 7, yes=False, broken=True))).report
     assert (pending.state, pending.materialized) == (state(5, 6), False)
-    effects = machine.on_message(Fetched(rank=Rank(1), state=state(5, 6), ok=False, reason="its only source is gone"))
+    effects = machine.on_message(
+        Fetched(rank=Rank(1), state=state(5, 6), since=Seq(7), ok=False, reason="its only source is gone")
+    )
     assert report_of(effects).report.state is None
     return machine
 
@@ -170,7 +177,9 @@ def test_what_was_held_before_a_failed_fetch_outlives_a_late_decision_too() -> N
     machine.on_message(vote(1, 1))
     machine.on_decision(decision(2, 2, 9, member(0, C, fetch=True), member(1, W)))
     machine.on_message(vote(1, 2, yes=False))
-    machine.on_message(Fetched(rank=Rank(0), state=state(2, 9), ok=False, reason="its only source is gone"))
+    machine.on_message(
+        Fetched(rank=Rank(0), state=state(2, 9), since=Seq(2), ok=False, reason="its only source is gone")
+    )
     assert machine.state == state(1, 1)
     report = report_of(machine.on_decision(decision(3, 2, 9, member(0, C), kind=Kind.GATHER))).report
     assert (report.state, report.materialized) == (state(1, 1), True)
@@ -179,9 +188,21 @@ def test_what_was_held_before_a_failed_fetch_outlives_a_late_decision_too() -> N
 def test_news_of_an_earlier_fetch_is_late() -> None:
     machine = fetch_fails_after_the_report()
     machine.on_decision(decision(8, 9, 8, member(1, W, 5, life=1), member(0, C, fetch=True), quorum=2))
-    assert machine.on_message(Fetched(rank=Rank(0), state=state(5, 6), ok=False, reason="late")) == ()
+    assert machine.on_message(Fetched(rank=Rank(0), state=state(5, 6), since=Seq(7), ok=False, reason="late")) == ()
     machine.on_message(vote(0, 8, caught_up=False))
     assert report_of(machine.on_message(vote(1, 8, caught_up=False))).report.state == state(10, 8), "it goes on"
+
+
+def test_the_same_state_is_fetched_again_and_news_of_the_first_time_is_late() -> None:
+    """Its first fetch ended just when a decision had made it start another one, of the same state."""
+    machine = catching_up()
+    machine.on_message(vote(0, 7, yes=False, broken=True))
+    machine.on_decision(decision(8, 5, 6, member(1, W, 5), member(0, C, fetch=True), quorum=2))
+    for rank in (0, 1):
+        assert machine.on_message(Fetched(rank=Rank(rank), state=state(5, 6), since=Seq(7), ok=True)) == ()
+    machine.on_message(Fetched(rank=Rank(0), state=state(5, 6), since=Seq(8), ok=True))
+    told = machine.on_message(Fetched(rank=Rank(1), state=state(5, 6), since=Seq(8), ok=True))
+    assert told == (Tell(message=Load(state=state(5, 6))),)
 
 
 def test_once_the_load_is_told_there_is_no_way_back() -> None:
@@ -191,8 +212,8 @@ def test_once_the_load_is_told_there_is_no_way_back() -> None:
     machine.on_message(vote(1, 1))
     machine.on_decision(decision(2, 2, 9, member(0, C, fetch=True), member(1, W)))
     for rank in (0, 1):
-        machine.on_message(Fetched(rank=Rank(rank), state=state(2, 9), ok=True))
-    machine.on_message(Fetched(rank=Rank(0), state=state(2, 9), ok=False, reason="late and wrong"))
+        machine.on_message(Fetched(rank=Rank(rank), state=state(2, 9), since=Seq(2), ok=True))
+    machine.on_message(Fetched(rank=Rank(0), state=state(2, 9), since=Seq(2), ok=False, reason="late and wrong"))
     machine.on_message(vote(0, 2, caught_up=False))
     report = report_of(machine.on_message(vote(1, 2, caught_up=False))).report
     assert (report.state, report.materialized) == (state(3, 2), False)
@@ -221,7 +242,7 @@ def test_gathering_and_the_end() -> None:
     machine = ready(max_steps=1)
     machine.on_decision(decision(4, 1, 3, member(1, W), member(0, C, fetch=True), kind=Kind.GATHER))
     for rank in (0, 1):
-        machine.on_message(Fetched(rank=Rank(rank), state=state(1, 3), ok=True))
+        machine.on_message(Fetched(rank=Rank(rank), state=state(1, 3), since=Seq(4), ok=True))
     machine.on_message(Loaded(rank=Rank(0), state=state(1, 3)))
     report = report_of(machine.on_message(Loaded(rank=Rank(1), state=state(1, 3)))).report
     assert (report.answers, report.state, report.materialized, report.finished) == (4, state(1, 3), True, True)
@@ -301,7 +322,7 @@ def test_a_state_that_is_loaded_counts_though_its_step_fails() -> None:
     """The only other holder may die next: then this replica must be known to hold the state."""
     machine = catching_up()
     for rank in (0, 1):
-        machine.on_message(Fetched(rank=Rank(rank), state=state(5, 6), ok=True))
+        machine.on_message(Fetched(rank=Rank(rank), state=state(5, 6), since=Seq(7), ok=True))
     assert machine.on_message(Loaded(rank=Rank(0), state=state(5, 6))) == ()
     assert machine.on_message(Loaded(rank=Rank(1), state=state(5, 6))) == (), "the step under way goes on"
     report = report_of(machine.on_message(vote(0, 7, yes=False))).report
@@ -311,7 +332,7 @@ def test_a_state_that_is_loaded_counts_though_its_step_fails() -> None:
 def test_ranks_that_have_loaded_different_states_have_not_loaded_one() -> None:
     machine = catching_up()
     for rank in (0, 1):
-        machine.on_message(Fetched(rank=Rank(rank), state=state(5, 6), ok=True))
+        machine.on_message(Fetched(rank=Rank(rank), state=state(5, 6), since=Seq(7), ok=True))
     machine.on_message(Loaded(rank=Rank(0), state=state(5, 6)))
     machine.on_message(vote(0, 7, caught_up=True))
     machine.on_message(vote(1, 7, caught_up=False))

@@ -34,7 +34,7 @@ MESSAGES: list[Downward | Upward] = [
     Finish(error="over"),
     hello(1),
     Vote(rank=Rank(0), seq=Seq(3), yes=False, ring_broken=True, suspect=ReplicaId(1), reason="because"),
-    Fetched(rank=Rank(0), state=state(1, 2), ok=True),
+    Fetched(rank=Rank(0), state=state(1, 2), since=Seq(4), ok=True),
     RingBroken(rank=Rank(0), quorum_id=QuorumId(1), suspect=None, reason="because"),
     Loaded(rank=Rank(0), state=state(1, 2)),
 ]
