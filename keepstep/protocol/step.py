@@ -179,8 +179,8 @@ class LeaderMachine:
                 f"decision {decision.seq} calls us a WORKER of {decision.start}, we hold {self.state}"
             )
         elif me.role is Role.CATCHING_UP and me.fetch:
-            if self.materialized and self.state is not None:
-                self._before_fetch = (self.state, self.ledger)
+            if (self.materialized or self._load_told) and self.state is not None:
+                self._before_fetch = (self.state, self.ledger)  # what is being loaded and replayed will be held, too
             self.state, self.materialized = decision.start, False
             self.ledger = decision.ledger or self._initial_ledger
             self._fetching, self._since = decision.start, decision.seq

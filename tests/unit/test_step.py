@@ -119,6 +119,22 @@ def test_a_failed_fetch_starts_over_after_the_step_which_still_needs_our_zeros()
     assert report_of(effects).report.state is None
 
 
+def test_what_is_still_being_loaded_is_offered_when_the_next_fetch_fails() -> None:
+    """Load was told, so every rank's main thread gets there before anything else: nobody else may hold that state."""
+    machine = catching_up()
+    for rank in (0, 1):
+        machine.on_message(Fetched(rank=Rank(rank), state=state(5, 6), since=Seq(7), ok=True))
+    machine.on_message(vote(0, 7, yes=False, broken=True))
+    machine.on_decision(decision(8, 6, 7, member(1, W, 6), member(0, C, fetch=True), quorum=2))
+    gone = Fetched(rank=Rank(0), state=state(6, 7), since=Seq(8), ok=False, reason="its only source is gone")
+    machine.on_message(gone)
+    effects = machine.on_message(vote(1, 8, yes=False, broken=True))
+    (over,) = (e.message for e in effects if isinstance(e, Tell) and isinstance(e.message, StartOver))
+    report = report_of(effects).report
+    assert over.state == state(5, 6)
+    assert (report.state, report.materialized) == (state(5, 6), True)
+
+
 def test_a_replica_whose_fetch_fails_still_offers_what_it_held_before() -> None:
     """The newest state may have died with its only holder: the job goes on from the older one, not from a checkpoint."""
     machine = ready()
