@@ -70,8 +70,6 @@ class Judge:
         self.answered: dict[Incarnation, int] = {}
         self.said_at: dict[Incarnation, int] = {}  # when what it reports was last written
         self.orders: dict[tuple[Incarnation, int], object] = {}
-        self.loading: dict[Incarnation, StateName] = {}  # told to load it, and not reported as complete yet
-        self.between: set[Incarnation] = set()  # told to fetch another state while it was still loading one
         self.holds: dict[tuple[Incarnation, Rank], StateName | None] = {}
 
     # --- the store --------------------------------------------------------------------------------------------
@@ -91,24 +89,11 @@ class Judge:
             self._go_back(last, start, new.seq)
         self._check_units(new)
         self._check_ring(new)
-        for member in new.members:
-            if member.fetch:
-                self._on_fetch_decided(member.incarnation)
         if new.kind is Kind.END:
             self._check_nobody_is_left_behind(new)
         self.parent[new.outcome] = start
         self.units[new.outcome] = self.units[start] + tuple([u for m in new.members for u in m.units])
         self.decisions[new.seq] = self.last = new
-
-    def _on_fetch_decided(self, life: Incarnation) -> None:
-        loading = self.loading.get(life)
-        ranks = [self.holds.get((life, Rank(k))) for k in range(self.plan.ranks)]
-        if loading is not None and any(held is None or held.step < loading.step for held in ranks):
-            self.between.add(life)
-
-    def on_load_told(self, life: "Life", state: StateName) -> None:
-        """A leader has told its ranks to load what they have fetched."""
-        self.loading[life.incarnation] = state
 
     def _go_back(self, last: Decision, start: StateName, seq: Seq) -> None:
         """`start` must be on the way from the outcome of `last` to the beginning; what is newer is revoked."""
@@ -177,9 +162,6 @@ class Judge:
             self.world.say(report.replica_id, f"reports {_named(report)}")
         if report.state is None:
             return
-        if report.materialized:
-            self.loading.pop(report.incarnation, None)
-            self.between.discard(report.incarnation)
         if report.ledger is None or report.state not in self.units:
             raise Violation(f"I1: {report} is about a state that was never decided on")
         self._check_ledger(report.ledger, self.units[report.state], f"the report of {report.incarnation}")
@@ -314,8 +296,6 @@ class Judge:
             at = before
         for other in self.world.lives:
             steady = other.in_touch and self.world.clock.now - other.steady_since > STEADY
-            if other.incarnation in self.between:
-                continue  # which of its states it will hold is not known before its main threads are done
             if (steady or other is life) and self._held_by_all(other) in alive:
                 raise Violation(
                     f"I5: {life.incarnation} gives up, but {other.incarnation} holds {self._held_by_all(other)}"

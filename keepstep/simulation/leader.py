@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.protocol.deciding import Confirm, Decider, Effect, TryPublish
 from keepstep.protocol.ids import Rank, ReplicaId
-from keepstep.protocol.messages import Decision, Hello, Load, Report, Upward, Verdict
+from keepstep.protocol.messages import Decision, Hello, Report, Upward, Verdict
 from keepstep.protocol.step import Effect as StepEffect
 from keepstep.protocol.step import LeaderMachine, Publish, TellDecided
 from keepstep.simulation.clock import MS
@@ -129,8 +129,6 @@ class SimLeader:
                 self.life.tell_decided(effect.decision)
             else:
                 message = effect.message
-                if isinstance(message, Load):
-                    self.world.judge.on_load_told(self.life, message.state)
                 if isinstance(message, Verdict):
                     self.world.judge.on_verdict(self.life, message.seq, message.commit, message.reason)
                     if message.commit:
