@@ -89,6 +89,7 @@ class Launcher:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)
         code, begun = 1, False
+        self._events.emit("start", {"num_replicas": self.settings.replicas, "ranks_per_replica": self.settings.ranks})
         try:
             self._guard = Guard()
             await self._start_store()
@@ -195,7 +196,14 @@ class Launcher:
         code = life.processes[rank].code
         self._events.emit(
             "exit",
-            {"replica": replica.id, "rank": rank, "incarnation": life.incarnation, "code": code, "life": life.number},
+            {
+                "replica": replica.id,
+                "rank": rank,
+                "incarnation": life.incarnation,
+                "code": code,
+                "life": life.number,
+                "stopping": self._stopping,
+            },
         )
         if self._stopping or life is not replica.life:
             return

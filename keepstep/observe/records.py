@@ -95,12 +95,20 @@ def _units(value: Any) -> bool:
     return isinstance(value, list) and all(_count(u) for u in value)
 
 
+def _phases(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(p, list) and len(p) == 3 and _text(p[0]) and _number(p[1]) and _number(p[2]) for p in value
+    )
+
+
 MEMBER: Mapping[str, Check] = {"replica": _count, "incarnation": _text, "units": _units}
 LIFE: Mapping[str, Check] = {"replica": _count, "incarnation": _text}
 EVENTS: Mapping[str, Mapping[str, Check]] = {
     "decision": {"seq": _count, "base": _count, "step": _count, "members": _members},
     "commit": {**LIFE, "seq": _count, "step": _count},
     "retry": {"seq": _count},
+    "spawn": LIFE,
+    "events_lost": {"count": _count},
     "final": {
         "replica": _count,
         "rank": _count,
@@ -112,7 +120,9 @@ EVENTS: Mapping[str, Mapping[str, Check]] = {
 FAULT: Mapping[str, Check] = {"action": _text, "replica": _count, "rank": _count}
 OPTIONAL: Mapping[str, Check] = {
     "replica": _or_none(_count), "rank": _or_none(_count), "loss": _or_none(_loss), "incarnation": _or_none(_text),
-    "step": _or_none(_count), "role": _or_none(_text),
+    "step": _or_none(_count), "role": _or_none(_text), "code": _or_none(_whole), "reason": _or_none(_text),
+    "num_replicas": _or_none(_count), "quorum_id": _or_none(_count), "phases": _or_none(_phases),
+    "samples": _or_none(_number), "phase": _or_none(_text),
 }  # fmt: skip
 
 

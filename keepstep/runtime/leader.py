@@ -272,6 +272,8 @@ class LeaderShell:
                 lambda report=report: self._store.put_report(report),  # type: ignore[misc]
                 until=self._report_wanted.is_set,
             )
+            if self._report_written is None:
+                self._emit("reported", step=step)
             self._report_written = report
             self._fault(Phase.WAITING_DECISION, step)
 

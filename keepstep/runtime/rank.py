@@ -176,6 +176,7 @@ class RankRuntime:
             ledger=plane.ledger,
             version=env.version,
         )
+        self.emit("attached")
         self.fault(Phase.BEFORE_HELLO, 0)
         self._call(self._say_hello(hello, settings))
 

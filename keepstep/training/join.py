@@ -143,6 +143,7 @@ def _join() -> Job:
         events.close()
         raise
     mesh = init_device_mesh("cpu", (env.world_size,), mesh_dim_names=("shard",))
+    runtime.emit("joined")
     return Job(env, runtime, mesh)
 
 

@@ -36,6 +36,7 @@ from keepstep.protocol.learning_rate import factor
 from keepstep.protocol.messages import Decision, LedgerState
 from keepstep.runtime.engine_events import EngineSettings
 from keepstep.runtime.faults import Phase
+from keepstep.runtime.phases import DATA_WAIT, DISCARDED, WAIT, Phases
 from keepstep.runtime.rank import DataPlane, Given
 from keepstep.training.buckets import Buckets
 from keepstep.training.data import MapDataset, Units, step_seed
@@ -84,7 +85,8 @@ class Step:
 
     def _load(self) -> list[tuple[Any, float]]:
         if not self._pieces:
-            self._pieces = self._training.units.batches(self.order.units, self._training.accumulate)
+            with self._training.phases.during(DATA_WAIT):
+                self._pieces = self._training.units.batches(self.order.units, self._training.accumulate)
         return self._pieces
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -210,6 +212,8 @@ class Training:
         self._given: Given | None = None
         self._ended = False
         self._committed_at = time.monotonic()
+        self._began_at = self._committed_at  # the open step
+        self.phases = Phases()
         self._buffer_versions: list[int] = []
         job.has_training = True
         job.runtime.attach(
@@ -253,7 +257,10 @@ class Training:
 
     def _next(self) -> Given:
         given, self._given = self._given, None
-        return given if given is not None else self.job.runtime.next_order()
+        if given is None:
+            with self.phases.during(WAIT):
+                given = self.job.runtime.next_order()
+        return given
 
     def _start(self, order: Train) -> Step:
         torch.manual_seed(step_seed(self.seed, order.units, self.job.rank))
@@ -261,7 +268,7 @@ class Training:
         self.buckets.start(self.units.weight(order.units), lambda i, buffer: runtime.submit(attempt, i, buffer))
         self._arm(last=True)
         self._buffer_versions = [b._version for b in self.model.buffers()]
-        self._open = Step(self, order)
+        self._open, self._began_at = Step(self, order), time.monotonic()
         runtime.fault(Phase.FORWARD, order.start.step)
         return self._open
 
@@ -277,13 +284,17 @@ class Training:
                 "apart; keepstep does not support such modules yet, use layer, group or RMS norm"
             )
         self.buckets.finish(loss)
+        computed = time.monotonic()
         given = self._next()
         if not isinstance(given.order, Apply):
             self._given = given
+            self.phases.note(DISCARDED, self._began_at, computed)
             return False
         decision = given.order.decision
         me = decision.member(self.job.env.replica_id, self.job.runtime.incarnation)
         own = step.order.start == decision.start and me is not None and me.units == step.units
+        if not own:
+            self.phases.note(DISCARDED, self._began_at, computed)
         self._apply(given, own=step if own else None)
         return step.committed
 
@@ -361,7 +372,7 @@ class Training:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _emit_commit(self, decision: Decision, loss: float, weight: float, copied: int, copy_s: float) -> None:
-        now = time.monotonic()
+        now, phases = time.monotonic(), self.phases.take()
         took, self._committed_at = now - self._committed_at, now
         if not self.job.is_leader:
             return
@@ -379,4 +390,5 @@ class Training:
             role=me.role.value if me is not None else None,
             copied_bytes=copied,
             copy_s=copy_s,
+            phases=phases,
         )
