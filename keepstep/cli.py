@@ -1,4 +1,4 @@
-"""The command line: `keepstep run`, `keepstep demo`, `keepstep version`.
+"""The command line: `keepstep run`, `keepstep status`, `keepstep report`, `keepstep demo`, `keepstep version`.
 
 Thin: options to settings, errors to one sentence on stderr and exit code 78. What a command needs is imported when it runs, so
 that `keepstep --help` is quick.
@@ -63,6 +63,14 @@ def run(
         faults=tuple(fault or ()),
     )
     raise typer.Exit(launch(settings))
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="the --run-dir of a run, which may still go on")]) -> None:
+    """Write RUN_DIR/report.html: where the time went, every failure, ETTR."""
+    from keepstep.observe.report import write_report
+
+    typer.echo(write_report(run_dir))
 
 
 @app.command()

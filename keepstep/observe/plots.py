@@ -75,18 +75,23 @@ def thin(segments: Sequence[Segment], least: int) -> list[Segment]:
     found: list[Segment] = []
     short: list[Segment] = []
 
+    def draw(start: int, end: int, state: State) -> None:
+        if found and found[-1].state is state:
+            start = found.pop().start
+        found.append(Segment(start, end, state))
+
     def settle() -> None:
         if short:
             spent: Counter[State] = Counter()
             for s in short:
                 spent[s.state] += s.end - s.start
-            found.append(Segment(short[0].start, short[-1].end, spent.most_common(1)[0][0]))
+            draw(short[0].start, short[-1].end, spent.most_common(1)[0][0])
             short.clear()
 
     for s in segments:
         if s.end - s.start >= least:
             settle()
-            found.append(s)
+            draw(s.start, s.end, s.state)
         else:
             short.append(s)
             if short[-1].end - short[0].start >= least:
@@ -145,7 +150,8 @@ def members(axes: Any, findings: Findings) -> None:
     everybody = [len(d["members"]) for d in links]
     axes.fill_between(x, everybody, step="pre", color=CATCHING_UP, linewidth=0, label="catching up")
     axes.fill_between(x, workers, step="pre", color=WORKERS, linewidth=0, label="workers")
-    axes.set(ylabel="replicas", xlabel=name, ylim=(0, max(everybody, default=1) + 0.35))
+    end = max(goodput.elapsed / unit, 1e-9)
+    axes.set(ylabel="replicas", xlabel=name, xlim=(0, end), ylim=(0, max(everybody, default=1) + 0.35))
     axes.yaxis.get_major_locator().set_params(integer=True)
     for number, (a, b) in enumerate(every(goodput.when(State.STALL))):
         label = "stall" if number == 0 else None

@@ -523,7 +523,7 @@ def run_directory(data: bytes) -> None:
     lines = [*lines[:3], *data.decode(errors="replace").splitlines(), *lines[3:]]
     records = sorted(whole_lines(lines), key=lambda r: r["mono"])
     events, faults = [r for r in records if "event" in r], [r for r in records if "action" in r]
-    json.dumps(summarize(Run(events=tuple(events), faults=tuple(faults))))
+    json.dumps(summarize(Run(events=tuple(events), faults=tuple(faults))))  # incidents and goodput are in it
 
 
 def signed(body: bytes) -> bytes:
