@@ -21,8 +21,6 @@ def main() -> None:
             logits = model(step.batch[:, :-1])
             step.backward(F.cross_entropy(logits.flatten(0, 1), step.batch[:, 1:].flatten()))
             step.commit()
-            if step.committed and job.replica_id == step.members[0] and step.number % 10 == 0:
-                print(f"step {step.number:4d}   loss {step.loss:.3f}   replicas {sorted(step.members)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -102,15 +102,14 @@ def main() -> None:
         fully_shard(model, mesh=job.mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
         training = keepstep.Training(  # (3) reads the data, so that each window is trained exactly once
-            job, model, optimizer, data=data, unit_size=args.unit_size, max_steps=args.steps, max_grad_norm=1.0
-        )
+            job, model, optimizer, data=data, unit_size=args.unit_size, max_steps=args.steps, max_grad_norm=1.0,
+            tokens_per_sample=args.seq_len,
+        )  # fmt: skip
         for step in training:
             logits = model(step.batch[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), step.batch[:, 1:].flatten())
             step.backward(loss)  # (4) gradients travel between the replicas while backward still runs
             step.commit()  # (5) all of the step happens, on all replicas, or none of it
-            if step.committed and job.is_leader and job.replica_id == step.members[0] and step.number % 10 == 0:
-                print(f"step {step.number:4d}   loss {step.loss:.3f}   replicas {sorted(step.members)}", flush=True)
 
 
 if __name__ == "__main__":

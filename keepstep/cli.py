@@ -4,6 +4,8 @@ Thin: options to settings, errors to one sentence on stderr and exit code 78. Wh
 that `keepstep --help` is quick.
 """
 
+import json
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -63,6 +65,35 @@ def run(
         faults=tuple(fault or ()),
     )
     raise typer.Exit(launch(settings))
+
+
+@app.command()
+def status(
+    run_dir: Annotated[Path | None, typer.Argument(help="the --run-dir of a run on this machine")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="instead: etcd://HOST:PORT[,HOST:PORT...] of the job's store")
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="with --store: the job's name")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="as metrics, for a textfile collector")] = False,
+) -> None:
+    """Say how a job does: members, step, roles, ETTR, the last failures."""
+    from keepstep.observe import status as found
+
+    if (run_dir is None) == (store is None) or (store is None) != (job is None):
+        raise ConfigError("name either the run directory, or --store and --job")
+    if store is not None and job is not None:
+        logging.getLogger("keepstep").setLevel(logging.ERROR)  # one sentence at the end will do
+        now = found.of_store(store, job)
+    else:
+        assert run_dir is not None
+        now = found.of_run_dir(run_dir)
+    if as_json:
+        typer.echo(json.dumps(now.as_json()))
+    elif prometheus:
+        typer.echo(found.for_prometheus(now), nl=False)
+    else:
+        typer.echo(found.in_words(now))
 
 
 @app.command()

@@ -89,7 +89,8 @@ class Launcher:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)
         code, begun = 1, False
-        self._events.emit("start", {"num_replicas": self.settings.replicas, "ranks_per_replica": self.settings.ranks})
+        shape = {"num_replicas": self.settings.replicas, "ranks_per_replica": self.settings.ranks}
+        self._events.emit("start", {**shape, "pid": os.getpid()})
         try:
             self._guard = Guard()
             await self._start_store()

@@ -122,7 +122,7 @@ OPTIONAL: Mapping[str, Check] = {
     "replica": _or_none(_count), "rank": _or_none(_count), "loss": _or_none(_loss), "incarnation": _or_none(_text),
     "step": _or_none(_count), "role": _or_none(_text), "code": _or_none(_whole), "reason": _or_none(_text),
     "num_replicas": _or_none(_count), "quorum_id": _or_none(_count), "phases": _or_none(_phases),
-    "samples": _or_none(_number), "phase": _or_none(_text),
+    "pid": _or_none(_count), "kind": _or_none(_text), "samples": _or_none(_number), "phase": _or_none(_text),
 }  # fmt: skip
 
 

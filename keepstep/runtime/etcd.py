@@ -165,6 +165,11 @@ class EtcdStore:
             if await self._swap(key, encode(merged), revision):
                 return
 
+    async def job_record(self) -> JobRecord | None:
+        """What the replicas agree on; None: the store does not know this job."""
+        got = await self.call(self.client.get(self._root + b"job"))
+        return None if got is None else self._record(got)
+
     def _record(self, got: Any) -> JobRecord:
         try:
             return decode(got.value, JobRecord)

@@ -41,6 +41,7 @@ from keepstep.runtime.rank import DataPlane, Given
 from keepstep.training.buckets import Buckets
 from keepstep.training.data import MapDataset, Units, step_seed
 from keepstep.training.join import Job
+from keepstep.training.progress import Progress
 from keepstep.training.state import Stateful, TrainingState
 
 log = logging.getLogger("keepstep")
@@ -148,6 +149,8 @@ class Training:
             up in float32; torch.bfloat16 or torch.float16 halve the bytes, and round at each replica.
         engine: settings of the exchange; the same for every replica.
         state_copy_bytes_max: host memory for copies of a state that a peer is still reading.
+        log_every: steps between two lines of the log that say how training goes; one replica writes them. 0: none.
+        tokens_per_sample: for the log's `tps`, tokens a second of the whole job. None: it says `sps`, samples a second.
     """
 
     def __init__(
@@ -174,6 +177,8 @@ class Training:
         state_copy_bytes_max: int = 1 << 62,
         wire_dtype: torch.dtype | None = None,
         engine: EngineSettings | None = None,
+        log_every: int = 10,
+        tokens_per_sample: int | None = None,
     ) -> None:
         if job.has_training:
             raise ConfigError("this job has a keepstep.Training already: one a process")
@@ -181,6 +186,8 @@ class Training:
             raise ConfigError(f'lr_policy must be "sqrt", "linear" or "none", got {lr_policy!r}')
         if accumulate < 1 or (max_steps is not None and max_steps < 1) or bucket_bytes < 1:
             raise ConfigError("accumulate, max_steps and bucket_bytes must be at least 1")
+        if log_every < 0 or (tokens_per_sample is not None and tokens_per_sample < 1):
+            raise ConfigError("log_every must be at least 0, and tokens_per_sample at least 1")
         self.job, self.model, self.optimizer, self.scheduler = job, model, optimizer, scheduler
         self.max_grad_norm, self.lr_policy, self.accumulate = max_grad_norm, lr_policy, accumulate
         self.seed = seed
@@ -214,6 +221,7 @@ class Training:
         self._committed_at = time.monotonic()
         self._began_at = self._committed_at  # the open step
         self.phases = Phases()
+        self._progress = Progress(job.runtime.incarnation, every=log_every, tokens_per_sample=tokens_per_sample)
         self._buffer_versions: list[int] = []
         job.has_training = True
         job.runtime.attach(
@@ -363,6 +371,10 @@ class Training:
         )
         log.info("the job is complete: %d steps, state digest %s", self.next_step, digest)
 
+    def log(self, **values: float) -> None:
+        """Numbers to show in the next line of the log, such as `training.log(accuracy=0.7)`. Call it on every rank or on some."""
+        self._progress.note({name: float(value) for name, value in values.items()})
+
     def digest(self) -> str:
         """Names the replica's state: equal on two replicas iff all their ranks hold the same bits. A collective."""
         mine = torch.tensor([self.state.digest() >> 1], dtype=torch.int64)
@@ -377,13 +389,19 @@ class Training:
         if not self.job.is_leader:
             return
         me = decision.member(self.job.env.replica_id, self.job.runtime.incarnation)
+        samples = weight * self.units.unit_size
+        line = self._progress.on_commit(
+            decision, loss=loss if weight else None, samples=samples, took_s=took, phases=phases
+        )
+        if line is not None:
+            log.info(line)
         self.job.runtime.emit(
             "commit",
             step=decision.step,
             seq=decision.seq,
             quorum_id=decision.quorum_id,
             loss=loss if weight else None,
-            samples=round(weight * self.units.unit_size),
+            samples=round(samples),
             members=len(decision.members),
             workers=len(decision.workers),
             step_time_s=took,
