@@ -215,8 +215,8 @@ def _slot(
             yield seen if seen is not None else ended, last, State.RESTART
         elif following is not None:  # nobody saw it end
             yield life.events[-1]["mono"], last, State.RESTART
-    for e in history.run.events:
-        if e["event"] in ("gave_up", "replica_done") and e.get("replica") == lives[0].replica:
+    for e in (*history.of("gave_up"), *history.of("replica_done")):
+        if e.get("replica") == lives[0].replica:
             yield e["mono"], last, State.IDLE
 
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
+from typing import TypeVar
 
 from keepstep.observe.records import Record, Run
 
+T = TypeVar("T")
 ENDING = ("kill", "segv", "raise", "exit")  # injected faults that end a life; the others only hold it up
 MAX_SLOTS = 1 << 16  # a record that tells of more replicas than this is not believed
 
@@ -64,11 +66,22 @@ class History:
     def __init__(self, run: Run) -> None:
         self.run = run
 
+    def of(self, event: str) -> Sequence[Record]:
+        """The events of one kind, oldest first."""
+        return self._by_kind.get(event, ())
+
+    @cached_property
+    def _by_kind(self) -> Mapping[str, list[Record]]:
+        found: dict[str, list[Record]] = defaultdict(list)
+        for e in self.run.events:
+            found[e["event"]].append(e)
+        return found
+
     @cached_property
     def decisions(self) -> dict[int, Record]:
         """Every decision that a leader saw, by seq; `mono` is when the first one saw it."""
         seen: dict[int, Record] = {}
-        for event in self.run.of("decision"):
+        for event in self.of("decision"):
             seen.setdefault(event["seq"], event)
         return dict(sorted(seen.items()))
 
@@ -78,7 +91,7 @@ class History:
         by_seq = self.decisions
         if not by_seq:
             return []
-        committed = {c["seq"] for c in self.run.of("commit")}
+        committed = {c["seq"] for c in self.of("commit")}
         newest = by_seq[max(by_seq)]
         seq = newest["seq"] if newest["seq"] in committed else newest["base"]
         links: list[Record] = []
@@ -91,13 +104,16 @@ class History:
 
     def between(self, low: int, high: int) -> Sequence[Record]:
         """The decisions with low < seq < high."""
-        seqs = list(self.decisions)
-        found = list(self.decisions.values())
-        return found[bisect_right(seqs, low) : bisect_left(seqs, high)]
+        found = self._by_seq
+        return found[bisect_right(found, low, key=_seq) : bisect_left(found, high, key=_seq)]
 
     def since(self, mono: float) -> Iterator[Record]:
         """The decisions that somebody first saw at `mono` or later, oldest first."""
-        return (d for d in self._by_time[bisect_left(self._by_time, mono, key=_mono) :])
+        return onward(self._by_time, bisect_left(self._by_time, mono, key=_mono))
+
+    @cached_property
+    def _by_seq(self) -> list[Record]:
+        return list(self.decisions.values())
 
     @cached_property
     def _by_time(self) -> list[Record]:
@@ -112,7 +128,7 @@ class History:
     def step_times(self) -> dict[int, float]:
         """When each step of the chain was first committed."""
         times: dict[int, float] = {}
-        for commit in self.run.of("commit"):
+        for commit in self.of("commit"):
             if commit["seq"] in self.kept:
                 times[commit["step"]] = min(times.get(commit["step"], commit["mono"]), commit["mono"])
         return dict(sorted(times.items()))
@@ -126,7 +142,7 @@ class History:
     @cached_property
     def losses(self) -> dict[int, float]:
         """The job-wide loss of each step of the chain that had one."""
-        commits = self.run.of("commit")
+        commits = self.of("commit")
         found = {c["step"]: c["loss"] for c in commits if c["seq"] in self.kept and c.get("loss") is not None}
         return dict(sorted(found.items()))
 
@@ -165,7 +181,7 @@ class History:
     def _gaps(self) -> dict[int, list[Gap]]:
         last: dict[int, Record] = {}
         found: dict[int, list[Gap]] = defaultdict(list)
-        for c in self.run.of("commit"):
+        for c in self.of("commit"):
             if c.get("role") != "worker":
                 continue
             a = last.get(c["replica"])
@@ -181,6 +197,15 @@ def role(decision: Record, replica: int, incarnation: str) -> str | None:
         if (m["replica"], m["incarnation"]) == (replica, incarnation):
             return str(m.get("role"))
     return None
+
+
+def onward(rows: Sequence[T], first: int) -> Iterator[T]:
+    """From one of them on, without a copy and without walking there."""
+    return (rows[i] for i in range(first, len(rows)))
+
+
+def _seq(record: Record) -> int:
+    return int(record["seq"])
 
 
 def _mono(record: Record) -> float:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from keepstep.observe.history import Gap, History, Life, role
+from keepstep.observe.history import Gap, History, Life, onward, role
 from keepstep.observe.records import Record
 
 AFTER_REJOIN_STEPS = 1  # steps after the first one as WORKER that still count as "around the rejoin"
@@ -92,7 +92,7 @@ def _death(history: History, life: Life, following: Life | None) -> Incident:
     at = life.died if life.died is not None else last  # torchrun: nobody saw it
     injected = [f for f in history.run.faults if f.get("incarnation") == life.incarnation and f["mono"] == at]
     fault = injected[0] if injected else None
-    gave_up = [e for e in history.run.of("gave_up") if e.get("replica") == life.replica and e["mono"] >= at]
+    gave_up = [e for e in history.of("gave_up") if e.get("replica") == life.replica and e["mono"] >= at]
     base = Incident(
         replica=life.replica,
         incarnation=life.incarnation,
@@ -171,15 +171,17 @@ def _survivors(history: History, incident: Incident) -> Incident:
     who = incident.replica, incident.incarnation
     at = incident.fault
     decided = next((d["mono"] for d in history.since(at) if role(d, *who) is None), None)
-    retries = [e["mono"] for e in history.run.of("retry") if e["mono"] >= at and e.get("replica") != who[0]]
-    told = min([t for t in (decided, retries[0] if retries else None) if t is not None], default=None)
+    retries = history.of("retry")
+    later = onward(retries, bisect_left(retries, at, key=_mono))
+    retry = next((e["mono"] for e in later if e.get("replica") != who[0]), None)
+    told = min([t for t in (decided, retry) if t is not None], default=None)
     longest: Gap | None = None
     committed: float | None = None
     for replica in history.replicas:
         if replica == who[0]:
             continue
         gaps = history.gaps(replica)
-        for gap in gaps[bisect_left(gaps, at, key=lambda g: g.end) :]:
+        for gap in onward(gaps, bisect_left(gaps, at, key=_end)):
             if longest is None or gap.length > longest.length:
                 longest = gap
             decision = history.decisions.get(gap.seq)
@@ -213,16 +215,8 @@ def _return(history: History, incident: Incident, life: Life, since: float) -> I
     ]
     stall = None
     if named and commits:
-        first_step, last_step = named[0]["step"], commits[0]["step"] + AFTER_REJOIN_STEPS
-        lengths = [
-            gap.length
-            for replica in history.replicas
-            if replica != life.replica
-            for gap in history.gaps(replica)
-            if first_step <= gap.step <= last_step
-        ]
-        if lengths:
-            stall = _rounded(max(0.0, max(lengths) - (history.usual_step_s or 0.0)))
+        lengths = _around(history, life.replica, named[0], commits[0])
+        stall = _rounded(max(0.0, max(lengths) - (history.usual_step_s or 0.0))) if lengths else None
     return replace(
         incident,
         restarted=None if same else life.started,
@@ -234,6 +228,27 @@ def _return(history: History, incident: Incident, life: Life, since: float) -> I
         worker_step=commits[0]["step"] if commits else None,
         rejoin_stall_s=stall,
     )
+
+
+def _around(history: History, replica: int, first: Record, last: Record) -> list[float]:
+    """How long the others' steps took from the return's first decision to just after its first commit."""
+    lengths = []
+    for other in history.replicas:
+        gaps = history.gaps(other) if other != replica else ()
+        for gap in onward(gaps, bisect_left(gaps, first["mono"], key=_end)):
+            if gap.start > last["mono"] and gap.step > last["step"] + AFTER_REJOIN_STEPS:
+                break
+            if first["step"] <= gap.step <= last["step"] + AFTER_REJOIN_STEPS:
+                lengths.append(gap.length)
+    return lengths
+
+
+def _end(gap: Gap) -> float:
+    return gap.end
+
+
+def _mono(record: Record) -> float:
+    return float(record["mono"])
 
 
 def _rounded(value: float | None) -> float | None:

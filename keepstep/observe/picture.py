@@ -24,7 +24,7 @@ def draw(run: Run, path: Path, *, title: str = "Training goes on when a replica 
         )
         figure.suptitle(title, x=0.02, ha="left", fontsize=15, fontweight="bold")
         plots.loss(top, findings)
-        top.set_title(_subtitle(summarize(run)), loc="left", fontsize=10, color=FAINT, pad=10)
+        top.set_title(_subtitle(summarize(run, findings)), loc="left", fontsize=10, color=FAINT, pad=10)
         _notes(top, findings)
         plots.members(middle, findings)
         plots.legend_of_states(bottom, plots.timeline(bottom, findings))

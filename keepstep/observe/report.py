@@ -86,7 +86,8 @@ def title(run_dir: Path) -> str:
 
 def render(run: Run, name: str) -> str:
     """The whole page."""
-    findings, summary = Findings.of(run), summarize(run)
+    findings = Findings.of(run)
+    summary = summarize(run, findings)
     parts = [
         f"<h1>{escape(name)}</h1>",
         f"<p>{escape(_verdict(run, summary))}</p>",

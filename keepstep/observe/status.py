@@ -123,8 +123,7 @@ def of_run(run: Run, job: str, *, now: float | None) -> Status:
 
 
 def _replica(history: History, replica: int, lives: tuple[Life, ...], newest: Record | None) -> ReplicaStatus:
-    own = [e for e in history.run.events if e.get("replica") == replica]
-    gave_up = [e for e in own if e["event"] == "gave_up"]
+    gave_up = [e for e in history.of("gave_up") if e.get("replica") == replica]
     life = lives[-1] if lives else None
     if gave_up:
         return ReplicaStatus(replica=replica, doing="given_up", words=str(gave_up[-1].get("reason") or ""))

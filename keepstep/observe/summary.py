@@ -46,9 +46,9 @@ def kill_row(incident: Incident) -> Record:
     }
 
 
-def summarize(run: Run) -> Record:
-    """The summary as plain JSON values. Times in seconds."""
-    findings = Findings.of(run)
+def summarize(run: Run, findings: Findings | None = None) -> Record:
+    """The summary as plain JSON values. Times in seconds. `findings`: of this run, if they are known already."""
+    findings = findings or Findings.of(run)
     history, found = findings.history, findings.incidents
     done = units(history.chain)
     finals = {e["replica"]: e for e in run.of("final") if e["rank"] == 0}

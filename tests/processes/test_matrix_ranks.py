@@ -15,6 +15,10 @@ import pytest
 from jobs import Result, wait_until
 from matrix import FAULTY, Job
 
+from keepstep.observe.findings import Findings
+from keepstep.observe.goodput import NS, State
+from keepstep.observe.records import read_run
+
 STEPS = ("--steps", "120", "--step-seconds", "0.05")
 LONG = ("--steps", "260", "--step-seconds", "0.05")
 
@@ -62,6 +66,14 @@ def test_a_replica_that_freezes_for_longer_than_its_lease_is_left_out_and_comes_
     job.same_bits(result)
     assert [job.lives(r) for r in range(3)] == [1, 1, 1]
     assert [m["role"] for m in result.committed()[-1]["members"]] == ["worker"] * 3
+    findings = Findings.of(read_run(result.run_dir))
+    (incident,) = findings.incidents
+    assert (incident.replica, incident.cause) == (1, "left out alive: frozen or cut off")
+    assert incident.decided is not None
+    assert incident.decided <= incident.committed < incident.admitted < incident.loaded < incident.worker  # type: ignore[operator]
+    spent = findings.goodput.totals(1)
+    assert spent[State.STALL] > 0.5 * NS, "it stood aside while the others took 20 steps"
+    assert sum(spent.values()) == findings.goodput.elapsed
 
 
 @pytest.mark.faults
