@@ -10,7 +10,6 @@ closed terminal or odd bytes must not keep an exit from being seen.
 import asyncio
 import contextlib
 import os
-import re
 import secrets
 import signal
 import socket
@@ -25,7 +24,6 @@ from pathlib import Path
 from keepstep.protocol.ids import Incarnation
 
 MAX_LINE = 1 << 16
-PROGRESS = re.compile(r"(step: +\d+)  (loss: +\S+)(  .*  ettr: )(\S+)")  # training.progress
 LAST_LINES = 30
 
 
@@ -92,8 +90,6 @@ class Output:
     def _show(self, lines: list[bytes]) -> None:
         words = [line.decode(errors="replace").rstrip("\r") for line in lines]
         self.last.extend(word for word in words if word.strip())
-        if sys.stdout is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-            words = [coloured(word) for word in words]
         self._show_text("".join(f"{self._prefix} {word}\n" for word in words))
 
     def close(self) -> None:
@@ -107,11 +103,6 @@ class Output:
             self._show([self._rest])
         if self._log is not None:
             self._log.close()
-
-
-def coloured(line: str) -> str:
-    """The line that says how training goes, for a terminal; any other line as it is."""
-    return PROGRESS.sub("\x1b[31m\\1\x1b[0m  \x1b[32m\\2\x1b[0m\\3\x1b[36m\\4\x1b[0m", line)
 
 
 class RankProcess:

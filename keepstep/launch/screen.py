@@ -8,12 +8,14 @@ see exits and restart replicas all the same, so a thread of its own writes; what
 import contextlib
 import os
 import queue
+import re
 import sys
 import threading
 from typing import TextIO
 
 HELD_MAX = 1 << 20  # bytes
 CLOSE_S = 2.0
+PROGRESS = re.compile(r"(step: +\d+)  (loss: +\S+)(  .*  ettr: )(\S+)")  # training.progress
 
 
 class Screen:
@@ -29,7 +31,8 @@ class Screen:
 
     def out(self, text: str) -> None:
         """Whole lines for standard output. Never blocks, never raises."""
-        self._show(sys.stdout, text)
+        colours = "NO_COLOR" not in os.environ and _is_terminal(sys.stdout)
+        self._show(sys.stdout, coloured(text) if colours else text)
 
     def error(self, text: str) -> None:
         """The same for standard error."""
@@ -69,3 +72,15 @@ class Screen:
                     rest = rest[os.write(fd, rest) :]
             with self._lock:
                 self._held -= len(data)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def coloured(text: str) -> str:
+    """Lines that say how training goes, for a terminal; any other line as it is."""
+    return PROGRESS.sub("\x1b[31m\\1\x1b[0m  \x1b[32m\\2\x1b[0m\\3\x1b[36m\\4\x1b[0m", text)

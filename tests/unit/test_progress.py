@@ -4,7 +4,7 @@ import re
 
 from machines import C, W, decision, member
 
-from keepstep.launch.processes import coloured
+from keepstep.launch.screen import coloured
 from keepstep.protocol.ids import Incarnation
 from keepstep.training.progress import Progress
 
