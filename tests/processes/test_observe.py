@@ -19,7 +19,7 @@ from keepstep.runtime.etcd_server import EmbeddedEtcd
 LINE = re.compile(
     r"step: +(\d+)  loss: +[\d.]+  step_time: [\d.]+s  sps: [\d,]+  replicas: (\d)/3  quorum_id: \d+  ettr: [\d.]+%$"
 )
-STEPS = 90
+STEPS, STEP_S = 120, 0.1
 
 
 def keepstep(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -36,11 +36,11 @@ def in_order(incident: Incident, *points: str) -> None:
 
 def test_a_run_with_kills(tmp_path: Path, server: tuple[EmbeddedEtcd, str]) -> None:
     _, url = server
-    run_dir, kills = tmp_path / "run", ("1 rank=0 step=12 phase=in_exchange", "0 rank=1 step=40 phase=before_vote")
+    run_dir, kills = tmp_path / "run", ("1 rank=0 step=12 phase=in_exchange", "0 rank=1 step=20 phase=before_vote")
     faults = [word for kill in kills for word in ("--fault", f"kill replica={kill}")]
     process = start(
         run_dir, "--replicas", "3", "--ranks-per-replica", "2", "--store", url, "--job", "told", *faults,
-        args=("--steps", str(STEPS), "--step-seconds", "0.05"),
+        args=("--steps", str(STEPS), "--step-seconds", str(STEP_S)),
     )  # fmt: skip
     try:
         wait_until(lambda: len([e for e in read_events(run_dir) if e["event"] == "commit"]) > 30)
@@ -72,7 +72,7 @@ def check_accounts(run_dir: Path) -> None:
     for slot in (0, 1):
         for state in (State.PRODUCTIVE, State.DISCARDED, State.RESTART, State.TRANSFER, State.CATCH_UP, State.INIT):
             assert goodput.totals(slot)[state] > 0, (slot, state)
-    steps = STEPS * 0.05 * NS  # what the script pretends to compute in each
+    steps = STEPS * STEP_S * NS  # what the script pretends to compute in each
     assert goodput.totals(2)[State.PRODUCTIVE] > steps
     assert 0 < (goodput.ettr_replica or 0) < (goodput.ettr_wall or 0) < 1
 
@@ -82,7 +82,7 @@ def check_incidents(run_dir: Path) -> None:
     found = Findings.of(run).incidents
     assert [(i.replica, i.rank, i.step, i.phase) for i in found] == [
         (1, 0, 12, "in_exchange"),
-        (0, 1, 40, "before_vote"),
+        (0, 1, 20, "before_vote"),
     ]
     for incident in found:
         assert incident.cause == "SIGKILL (injected)"
