@@ -29,6 +29,7 @@ from keepstep.protocol.errors import InvariantViolation
 from keepstep.protocol.ids import NO_DECISION, QuorumId, Rank, ReplicaId, Seq, UnitId
 from keepstep.protocol.messages import (
     Abort,
+    Checkpoint,
     Decided,
     Decision,
     Downward,
@@ -131,10 +132,11 @@ class BeginExchanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFetch:
-    """Fetch this rank's part of `state` from the same rank of `sources`. Replaces a running fetch."""
+    """Fetch this rank's part of `state` from the same rank of `sources`, or from a checkpoint. Replaces a running fetch."""
 
     state: StateName
     sources: tuple[Peer, ...]
+    restore: Checkpoint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,11 +152,19 @@ class Serve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveState:
+    """Write this rank's part of `state` to persistent storage. It is held, or will be reached before it is overwritten."""
+
+    state: StateName
+    ledger: LedgerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendUp:
     message: Upward
 
 
-Effect = GiveOrder | ConfigureRing | BreakRing | BeginExchanges | StartFetch | CancelFetch | Serve | SendUp
+Effect = GiveOrder | ConfigureRing | BreakRing | BeginExchanges | StartFetch | CancelFetch | Serve | SaveState | SendUp
 
 
 class Serving:
@@ -246,6 +256,8 @@ class RankMachine:
         effects.append(Serve(readers=self._serving.on_decision(decision, we_hold_it=me.role is Role.WORKER)))
         if me.role is Role.WORKER:
             self._behind = False
+            if decision.saver == me.replica_id and self.ledger is not None:
+                effects.append(SaveState(state=decision.start, ledger=self.ledger))
             effects += self._work(decision, me)
         else:
             effects += self._catch_up(decision, me, message.peers)
@@ -273,7 +285,7 @@ class RankMachine:
             sources = tuple(
                 peer for peer, member in zip(peers, decision.members, strict=True) if member.role is Role.WORKER
             )
-            effects += [CancelFetch(), StartFetch(state=decision.start, sources=sources)]
+            effects += [CancelFetch(), StartFetch(state=decision.start, sources=sources, restore=decision.restore)]
         if decision.kind is Kind.TRAIN:
             effects.append(self._begin(decision, None))
         else:

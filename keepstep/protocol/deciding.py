@@ -4,10 +4,11 @@
                   │
                   └──> TryPublish ──> on_published ──> decide at once if the store moved on, else in a moment
 
-A decision made from an old view is harmless: the compare-and-swap refuses it. A Halt is acted on without one, and for good, so it
-counts only if everything has just been read for it:
+A decision made from an old view is harmless: the compare-and-swap refuses it. A Halt is acted on without one, and for good; and a
+decision to restore a checkpoint gives up what a report may hold that has not been seen yet. So these two count only if
+everything has just been read for them:
 
-    decide ──> Halt ──> Confirm ──> on_view(fresh) ──> decide ──> Halted, or whatever is right by now
+    decide ──> Halt or restore ──> Confirm ──> on_view(fresh) ──> decide ──> Halted, TryPublish, or whatever is right by now
 
 At most one publication is under way. Which decision wins is told by the store only: `on_published` says that the call has ended,
 not how, since a call that failed may have been carried out.
@@ -16,10 +17,10 @@ Invariant: nothing seen is forgotten: a change that comes while a publication is
 that a job of one leader cannot stand still. Pure; time is an argument (ns, this leader's monotonic clock).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepstep.protocol import quorum
-from keepstep.protocol.ids import NO_DECISION, Seq
+from keepstep.protocol.ids import NO_DECISION, Incarnation, Seq
 from keepstep.protocol.messages import Decision, Policy, Report
 
 LOOK_AGAIN_NS = 50_000_000
@@ -60,6 +61,8 @@ class Decider:
         self._publishing: Seq | None = None
         self._due: int | None = None
         self._confirming = False
+        self._lives: frozenset[Incarnation] = frozenset()  # who had a report and was not known to be dead
+        self._lost_at = 0
 
     def next_deadline(self) -> int | None:
         """When to call `on_time`, unless something else happens before."""
@@ -70,7 +73,12 @@ class Decider:
     ) -> tuple[Effect, ...]:
         """The store shows something new. `revision`: of the decision's key, 0 without one. `mine`: our newest report. `fresh`:
         the answer to Confirm."""
-        self._seen, self._mine = (view, revision), mine
+        lives = frozenset(s.report.incarnation for s in view.reports.values()) - view.dead
+        if self._lives - lives:
+            self._lost_at = now
+        self._lives = lives
+        self._seen = replace(view, lost_at=self._lost_at), revision
+        self._mine = mine
         self._confirming = self._confirming and not fresh
         return self._decide(now, fresh)
 
@@ -99,17 +107,18 @@ class Decider:
         self._due = None
         view, revision = self._seen
         answer = quorum.decide(view, self.policy, now=now)
+        final = isinstance(answer, quorum.Halt) or (isinstance(answer, Decision) and answer.restore is not None)
+        if final and not (isinstance(answer, quorum.Halt) and answer.misfits) and not self._is_heard(view):
+            self.waiting, self._due = "the store does not show our own report", now + LOOK_AGAIN_NS
+            return ()
+        if final and not fresh:
+            asked, self._confirming = self._confirming, True
+            return () if asked else (Confirm(),)
+        if isinstance(answer, quorum.Halt):
+            return (Halted(halt=answer),)
         if isinstance(answer, Decision):
             self._publishing, self.waiting = answer.seq, ""
             return (TryPublish(decision=answer, revision=revision),)
-        if isinstance(answer, quorum.Halt):
-            if not answer.misfits and not self._is_heard(view):
-                self.waiting, self._due = "the store does not show our own report", now + LOOK_AGAIN_NS
-                return ()
-            if fresh:
-                return (Halted(halt=answer),)
-            asked, self._confirming = self._confirming, True
-            return () if asked else (Confirm(),)
         self.waiting, self._due = answer.reason, answer.until
         return ()
 

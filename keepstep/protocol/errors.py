@@ -9,6 +9,7 @@
     │   └── Unauthorized       the peer does not hold the job token
     ├── ExchangeError          an exchange did not complete; names the suspect. Recoverable: the step is retried
     ├── TransferError          state could not be fetched from anyone. Recoverable: start over as a fresh process
+    ├── CheckpointCorrupt      a checkpoint is not what its manifest says. Recoverable: an older one is tried
     ├── StoreError             the store is unreachable or refused us
     ├── JobOver                the job has ended while this process was away; nothing is left to do
     ├── ReplicaLost            another rank of this replica is gone
@@ -76,6 +77,12 @@ class ExchangeError(KeepstepError):
 
 class TransferError(KeepstepError):
     """No source is left that can serve the state (or the bytes failed their checksum everywhere)."""
+
+    recoverable = True
+
+
+class CheckpointCorrupt(KeepstepError):
+    """A file of a checkpoint is not what its manifest says."""
 
     recoverable = True
 

@@ -68,6 +68,15 @@ class LedgerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete state on persistent storage. `state` is what it was called when it was saved; restored, it gets a new name."""
+
+    name: str  # of its directory
+    state: StateName
+    ledger: LedgerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What a leader tells the quorum. Answers exactly one decision: `answers` = seq of the last one it has seen.
 
@@ -87,6 +96,8 @@ class Report:
     finished: bool = False  # `state` is the job's last (all units committed, or max_steps)
     leaving: bool = False  # wants out at this step boundary
     layout_digest: str = ""  # of the buckets: names, shapes, dtypes
+    checkpoint: Checkpoint | None = None  # the newest complete one that can be reached from here
+    saving: bool = False  # a checkpoint is still being written here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +108,9 @@ class Member:
     incarnation: Incarnation
     role: Role
     units: tuple[UnitId, ...] = ()
-    fetch: bool = False  # CATCHING_UP only: True = start a (new) fetch of the base; False = the running one goes on
+    fetch: bool = (
+        False  # CATCHING_UP only: True = get the base, from WORKERs or files; False = what is under way goes on
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +140,10 @@ class Decision:
     num_replicas: int  # what the job was configured with: t of the learning-rate policies
     reason: str
     apart: tuple[Apart, ...] = ()  # who could not exchange with whom of late
+    saver: ReplicaId | None = None  # this WORKER writes the base to persistent storage while the step is trained
+    restore: Checkpoint | None = (
+        None  # GATHER only: nobody alive holds a state, so the members load this one as the base
+    )
 
     @property
     def start(self) -> StateName:
@@ -287,7 +304,17 @@ class Loaded:
     state: StateName
 
 
-Upward = Hello | Vote | Fetched | RingBroken | Loaded
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Rank 0 has published the checkpoint of `state`, or it is given up (not ok): no rank of the replica writes it any more."""
+
+    rank: Rank
+    state: StateName
+    ok: bool
+    reason: str = ""
+
+
+Upward = Hello | Vote | Fetched | RingBroken | Loaded | Saved
 
 
 # --- settings of the quorum ------------------------------------------------------------------------------------
@@ -307,6 +334,7 @@ class Policy:
     finish_wait_ns: int = 30_000_000_000  # at the end: wait so long for announced replicas
     ancestry_max: int = 32
     units_per_worker: int = 1
+    checkpoint_every: int = 0  # steps; 0: never
     zones: dict[ReplicaId, str] = field(default_factory=dict)  # "building/zone/rack" labels for the ring order
 
     def __post_init__(self) -> None:

@@ -13,20 +13,32 @@ catches up. A report whose state is not on the chain (a fresh process, or a *rev
 Invariants:
   * only reports that answer L count. Whoever has answered L can no longer complete it, so choosing L's start revokes L's
     outcome for good: a replica that completed L but did not say so comes back off the chain. No split brain;
-  * a decision's base is on the chain of the one before it, or the first state of a job that starts again at step 0;
+  * a decision's base is on the chain of the one before it, or begins a chain of its own, named by the decision itself: an initial
+    state of step 0, or a checkpoint, and this only while nobody who answers L holds a state of the chain;
   * waiting is never needed for safety, only to spare a replica a needless catch-up.
 
-What fails here: nothing living holds a state (`Halt`); replicas that do not fit together (`Halt`, naming them). Departs from the
-paper: it takes the highest step, which splits the job when a member commits and is then cut off.
+What fails here: nothing living holds a state, and there is no checkpoint (`Halt`); replicas that do not fit together (`Halt`,
+naming them). Departs from the paper: it takes the highest step, which splits the job when a member commits and is then cut off.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from keepstep.protocol import apart
+from keepstep.protocol import apart, checkpoints
 from keepstep.protocol.ids import NO_DECISION, Incarnation, QuorumId, ReplicaId, Seq, Step, UnitId
 from keepstep.protocol.ledger import assign, commit, complete
-from keepstep.protocol.messages import Apart, Decision, Kind, LedgerState, Member, Policy, Report, Role, StateName
+from keepstep.protocol.messages import (
+    Apart,
+    Checkpoint,
+    Decision,
+    Kind,
+    LedgerState,
+    Member,
+    Policy,
+    Report,
+    Role,
+    StateName,
+)  # fmt: skip
 from keepstep.protocol.reasons import left_out, names, notes, why
 from keepstep.protocol.topology import ring_order
 
@@ -48,6 +60,7 @@ class View:
     reports: Mapping[ReplicaId, SeenReport]
     dead: frozenset[Incarnation] = frozenset()  # the launcher saw them exit; their lease may still run
     announced: frozenset[ReplicaId] = frozenset()  # the launcher has (re)started them; no report yet
+    lost_at: int = 0  # ns, when this decider last saw a report go, or its life end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +114,7 @@ def decide(view: View, policy: Policy, *, now: int) -> Decision | Wait | Halt:
         reports=[answers[i].report for i in sorted(answers)],
         expected=view.announced | live.keys(),
         dead=view.dead,
+        lost_at=view.lost_at,
     )
     if case.last is None:
         return _first(case)
@@ -121,6 +135,7 @@ class _Case:
     reports: Sequence[Report]  # the same, by replica
     expected: frozenset[ReplicaId]  # announced or living
     dead: frozenset[Incarnation]
+    lost_at: int
 
     @property
     def seq(self) -> Seq:
@@ -158,7 +173,7 @@ def _first(case: _Case) -> Decision | Wait | Halt:
             return Wait(
                 reason=f"{len(reports)} of at least {policy.min_replicas} replicas have reported: waiting for {names(missing)}"
             )
-    return _from_initial_state(case, "the job starts")
+    return _restore(case, "the job starts") or _from_initial_state(case, "the job starts")
 
 
 def _from_initial_state(case: _Case, cause: str) -> Decision | Wait | Halt:
@@ -189,6 +204,7 @@ class _Plan:
     holders: list[Report]
     others: list[Report]
     ledger: LedgerState | None
+    restore: Checkpoint | None = None
 
     def without(self, aside: Collection[ReplicaId]) -> "_Plan":
         return replace(
@@ -275,7 +291,8 @@ def _nobody_holds_a_state(case: _Case, last: Decision, on_chain: Sequence[StateN
         case.live.keys() - case.answers.keys()
     )  # alive, and may hold one: ending the job cannot be taken back
     patience = max(case.policy.restore_wait_ns, case.policy.straggler_ns) if silent else case.policy.restore_wait_ns
-    until = _first_answer(case, last) + patience
+    since = max(_first_answer(case, last), case.lost_at)  # the last holder may have been cut off just now
+    until = since + patience
     over = case.now >= until
     for place, state in enumerate(on_chain):
         fetching = [r for r in case.reports if r.state == state]
@@ -288,14 +305,45 @@ def _nobody_holds_a_state(case: _Case, last: Decision, on_chain: Sequence[StateN
     if not over:
         awaited = f"{names(silent)} to say what is held there" if silent else "one to come back"
         return Wait(reason=f"no living replica holds a state of the job: waiting for {awaited}", until=until)
+    missing = sorted(case.expected - case.answers.keys())
+    until = max(until, since + case.policy.start_wait_ns)
+    restored = _restore(case, "no living replica holds a state of the job")
+    if isinstance(restored, Decision) and missing and case.now < until:  # they could train from the first step on
+        return Wait(reason=f"the job is to be restored from a checkpoint: waiting for {names(missing)}", until=until)
+    if restored is not None:
+        return restored
     if last.step == 0:
         return _from_initial_state(
             case, "no step had been completed for good and nobody holds state 0: the job starts again"
         )
     return Halt(
         reason=f"no living replica holds a state of the job (decision {last.seq} was for step {last.step}) and there is no "
-        "checkpoint: restoring from checkpoints isn't available"
+        "checkpoint that could be restored"
     )
+
+
+def _restore(case: _Case, cause: str) -> Decision | Halt | None:
+    """Everybody who can reach the newest checkpoint loads it, so that all of them train the first step; whoever else is there
+    fetches it from them afterwards. None: there is no checkpoint."""
+    fits = [r for r in case.reports if r.checkpoint is not None and _is_of(r.checkpoint, r)]
+    found = checkpoints.newest(r.checkpoint for r in fits if r.checkpoint is not None)
+    if found is None:
+        return None
+    loaders = [r for r in fits if r.checkpoint == found]
+    misfit = _misfit(loaders[:1], [r for r in case.reports if r is not loaders[0]])
+    if misfit is not None:
+        return replace(misfit, misfits=frozenset(case.answers)) if case.last is None else misfit
+    # Above every lineage in it, so that no name of its history is given again, even if the store's data has been lost.
+    seq = max(case.seq, Seq(found.state.lineage + 1))
+    plan = _Plan(
+        start=StateName(step=found.state.step, lineage=seq),
+        ancestry=(),
+        holders=[],
+        others=[r for r in loaders if not r.leaving] or loaders,
+        ledger=found.ledger,
+        restore=found,
+    )
+    return _decision(case, plan, Kind.GATHER, f"{cause}: restored from checkpoint {found.name}", {})
 
 
 def _all_accounted_for(case: _Case, last: Decision) -> bool:
@@ -367,9 +415,10 @@ def _decision(
     last = case.last
     on_chain = chain(last) if last else []
     kept = last is not None and _ring_is_whole(last, members, reports, plan.start)
+    seq = case.seq if plan.restore is None else plan.start.lineage
     return Decision(
-        seq=case.seq,
-        quorum_id=last.quorum_id if last is not None and kept else QuorumId(case.seq),
+        seq=seq,
+        quorum_id=last.quorum_id if last is not None and kept else QuorumId(seq),
         kind=kind,
         step=plan.start.step,
         base=plan.start.lineage,
@@ -379,7 +428,20 @@ def _decision(
         num_replicas=case.policy.num_replicas,
         reason="; ".join([reason, *notes(last, on_chain, members, reports)]),
         apart=case.apart(plan.start),
+        saver=_saver(case, plan) if kind is Kind.TRAIN else None,
+        restore=plan.restore,
     )
+
+
+def _saver(case: _Case, plan: _Plan) -> ReplicaId | None:
+    """Who writes the base to persistent storage, if it is due and nobody has been told to, or has just read it from there."""
+    last, holders = case.last, {r.replica_id for r in plan.holders}
+    if last is not None and last.start == plan.start and (last.restore is not None or last.saver in holders):
+        return None
+    *_, before, latest = sorted([(0, ReplicaId(-1)), *((case.answers[i].seen_at, i) for i in holders)])
+    slowest = latest[1] if latest[0] - before[0] > checkpoints.SLOWER_NS else None
+    idle = [r.replica_id for r in plan.holders if not r.saving]
+    return checkpoints.saver(plan.start.step, case.policy.checkpoint_every, idle, slowest)
 
 
 def _member(report: Report, role: Role, start: StateName, units: tuple[UnitId, ...]) -> Member:
@@ -420,6 +482,11 @@ def _misfit(reference: Sequence[Report], others: Sequence[Report]) -> Halt | Non
         if report in reference and report.state is not None and report.ledger != first.ledger:
             return Halt(reason=f"{both} hold state {report.state} with different ledgers: this is a bug of keepstep")
     return None
+
+
+def _is_of(checkpoint: Checkpoint, report: Report) -> bool:
+    """Whether it is of the data that the replica trains."""
+    return report.ledger is not None and _data(checkpoint.ledger) == _data(report.ledger)
 
 
 _REMEDY = "start every replica with the same script, arguments and installation"

@@ -18,8 +18,13 @@ AHEAD_MAX = 1 << 16  # units beyond those that are committed: `commit` counts wh
 def problem_of_report(report: Report) -> str:
     """What cannot be meant about it, in words; empty: nothing."""
     numbers = [report.replica_id, report.answers, *report.cut_off, *_of_state(report.state)]
+    if report.checkpoint is not None:
+        numbers += _of_state(report.checkpoint.state)
     if not _all_numbers(numbers):
         return "a number in it is negative or absurd"
+    problem = "" if report.checkpoint is None else _of_ledger(report.checkpoint.ledger, ())
+    if problem:
+        return f"of its checkpoint: {problem}"
     if report.ledger is None:
         return "it has a state and no ledger" if report.state is not None or report.materialized else ""
     if report.materialized and report.state is None:
@@ -34,6 +39,8 @@ def problem_of_decision(decision: Decision) -> str:
     numbers += [n for a in decision.apart for n in (a.failures, a.until)]
     for state in decision.ancestry:
         numbers += _of_state(state)
+    if decision.restore is not None:
+        numbers += _of_state(decision.restore.state)
     if not _all_numbers(numbers) or decision.seq == 0:
         return "a number in it is negative or absurd"
     if len({m.replica_id for m in members}) != len(members):
@@ -42,6 +49,11 @@ def problem_of_decision(decision: Decision) -> str:
         return "it is for no replicas"
     if decision.ledger is None:
         return "it trains units and has no ledger" if decision.kind is Kind.TRAIN else ""
+    if decision.saver is not None and decision.saver not in {m.replica_id for m in decision.workers}:
+        return "it tells somebody to save a state who is no member that holds it"
+    restore = decision.restore
+    if restore is not None and (decision.kind is not Kind.GATHER or decision.ledger != restore.ledger):
+        return "it restores a checkpoint and is for something else"
     units = [u for m in members for u in m.units]
     problem = _of_ledger(decision.ledger, units)
     if problem or decision.kind is not Kind.TRAIN:

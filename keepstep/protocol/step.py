@@ -22,7 +22,7 @@ do not appear at all, since the launcher ends the whole replica.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from keepstep.protocol import ledger as ledgers
@@ -30,6 +30,7 @@ from keepstep.protocol.errors import JobMismatch, LocalProtocolError
 from keepstep.protocol.ids import NO_DECISION, Incarnation, QuorumId, Rank, ReplicaId, Seq, Step, UnitId
 from keepstep.protocol.messages import (
     Abort,
+    Checkpoint,
     Decision,
     Fetched,
     Finish,
@@ -42,6 +43,7 @@ from keepstep.protocol.messages import (
     Report,
     RingBroken,
     Role,
+    Saved,
     StartOver,
     StateName,
     Upward,
@@ -133,6 +135,10 @@ class LeaderMachine:
         self._quorum_id: QuorumId | None = None
         self._broken = False  # a link of ring `_quorum_id` failed
         self._cut_off: set[ReplicaId] = set()  # to or from these, at one of our ranks
+        self._saving: StateName | None = None  # our ranks are writing it to persistent storage
+        self._checkpoint: Checkpoint | None = None  # what we say we could restore from
+        self._restoring: Checkpoint | None = None  # where `_fetching` comes from, if not from peers
+        self._unreadable: set[str] = set()  # names of checkpoints that could not be loaded here
 
     @property
     def last_seen(self) -> Seq:
@@ -184,6 +190,7 @@ class LeaderMachine:
             self.state, self.materialized = decision.start, False
             self.ledger = decision.ledger or self._initial_ledger
             self._fetching, self._since = decision.start, decision.seq
+            self._restoring = decision.restore
             self._fetched.clear()
             self._loaded_state = None
             self._load_told = False
@@ -200,6 +207,8 @@ class LeaderMachine:
         self._cut_off.clear()
         self._votes.clear()
         self._held_units = me.units
+        if decision.saver == me.replica_id:
+            self._saving = decision.start
         told = TellDecided(decision=decision)
         if decision.kind is Kind.GATHER and (self.materialized or self._start_over):
             self.running = None
@@ -241,6 +250,9 @@ class LeaderMachine:
                 if message.quorum_id == self._quorum_id:
                     self._ring_failed(message)
                 return ()
+            case Saved():
+                self._saving = None if message.state == self._saving else self._saving
+                return ()
 
     def _on_hello(self, hello: Hello) -> tuple[Effect, ...]:
         if hello.rank in self._hellos:
@@ -279,6 +291,9 @@ class LeaderMachine:
             return ()
         if not message.ok:
             self._start_over = f"rank {message.rank} could not fetch the state: {message.reason}"
+            if self._restoring is not None:
+                self._unreadable.add(self._restoring.name)
+                self._checkpoint = None  # until somebody looks again
             return self._restart_fetch() if self._not_training else ()
         self._fetched.add(message.rank)
         if len(self._fetched) < self.settings.size:
@@ -300,6 +315,14 @@ class LeaderMachine:
             return ()  # the end of the step, whatever it is, will say so
         self.running = None
         return self._report()
+
+    def on_checkpoints(self, found: Sequence[Checkpoint]) -> tuple[Effect, ...]:
+        """These are complete and can be read, as far as one can see without reading them: newest first."""
+        usable = next((c for c in found if c.name not in self._unreadable), None)
+        if usable == self._checkpoint:
+            return ()
+        self._checkpoint = usable
+        return self._report() if self._ready and self.running is None and not self.over else ()
 
     # --- the end of a step ------------------------------------------------------------------------------------
 
@@ -378,5 +401,7 @@ class LeaderMachine:
             cut_off=tuple(sorted(self._cut_off)),
             finished=self.state is not None and ledger is not None and self.settings.finished(self.state.step, ledger),
             layout_digest=layout_digest(self._hellos[Rank(r)] for r in range(self.settings.size)),
+            checkpoint=self._checkpoint,
+            saving=self._saving is not None,
         )
         return (Publish(report=report),)

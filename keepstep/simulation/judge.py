@@ -10,7 +10,8 @@ give them. A state's content is a number made of everything that went into it, s
       names one ring, and is kept only by members who all completed what came before
   I4  a decision starts from a state of the history that is not revoked; whoever has answered a decision does not complete it; a
       replica commits what all its ranks completed, all of them or none
-  I5  is the world's: progress once everything is well. Here: nobody gives up while a state is there to go on from
+  I5  is the world's: progress once everything is well. Here: nobody gives up while a state is there to go on from, and no
+      checkpoint is restored while somebody holds one, nor an old one while a newer one can be read
 """
 
 from collections import defaultdict
@@ -18,10 +19,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.catch_up import Apply, Begin, LoadState, Order, Train
-from keepstep.protocol.ids import Incarnation, Rank, Seq
-from keepstep.protocol.messages import Decision, Kind, LedgerState, Report, Role, StateName
+from keepstep.protocol.ids import Incarnation, Rank, Seq, Step
+from keepstep.protocol.messages import Checkpoint, Decision, Kind, LedgerState, Report, Role, StateName
 from keepstep.protocol.quorum import Halt
 from keepstep.simulation.clock import MS, SECOND
+from keepstep.simulation.disk import Published
 
 if TYPE_CHECKING:
     from keepstep.simulation.fabric import Contribution
@@ -59,6 +61,7 @@ class Judge:
         self.last: Decision | None = None
         self.parent: dict[StateName, StateName | None] = {}
         self.units: dict[StateName, tuple[int, ...]] = {}  # the history that a name stands for
+        self.bases: set[StateName] = set()  # of decisions
         self.revoked: set[StateName] = set()
         self.rings: dict[int, tuple[Incarnation, ...]] = {}
         self.ring_runs: dict[int, Seq] = {}  # the newest decision of each ring
@@ -76,11 +79,14 @@ class Judge:
 
     def on_decision(self, new: Decision) -> None:
         last, start = self.last, new.start
-        if new.seq != (last.seq if last else 0) + 1:
+        above = 0 if new.restore is None else new.restore.state.lineage
+        if new.seq != max(last.seq if last else 0, above) + 1:
             raise Violation(f"I4: decision {new.seq} follows {last and last.seq}")
         if last is not None and last.kind is Kind.END:
             raise Violation(f"I4: decision {new.seq} comes after the end")
-        if new.base == new.seq:
+        if new.restore is not None:
+            self._restore(new, new.restore)
+        elif new.base == new.seq:
             if new.step != 0 or (last is not None and last.step != 0):
                 raise Violation(f"I4: decision {new.seq} starts the job again, at step {new.step}")
             self.parent[start], self.units[start] = None, ()
@@ -91,9 +97,65 @@ class Judge:
         self._check_ring(new)
         if new.kind is Kind.END:
             self._check_nobody_is_left_behind(new)
+        self.bases.add(start)
         self.parent[new.outcome] = start
         self.units[new.outcome] = self.units[start] + tuple([u for m in new.members for u in m.units])
         self.decisions[new.seq] = self.last = new
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def on_beginning(self) -> None:
+        """There may be a checkpoint of a job whose store is lost: it was trained with what its ledger says."""
+        begun = self.plan.begun
+        if begun is None:
+            return
+        state = StateName(step=Step(self.plan.begun_at), lineage=Seq(40))
+        total = begun.next_unit + sum(begun.cursors)
+        parts = tuple([hash((self.plan.seed, "begun", k)) for k in range(self.plan.ranks)])
+        self.parent[state], self.units[state] = None, tuple(sorted(committed(begun, total)))
+        for k, content in enumerate(parts):
+            self.contents[state, Rank(k)], self.history[content] = content, self.units[state]
+        self.bases.add(state)
+        checkpoint = Checkpoint(name="40", state=state, ledger=begun)
+        self.world.disk.published["40"] = Published(checkpoint=checkpoint, parts=parts, at=0)
+
+    def on_checkpoint(self, checkpoint: Checkpoint, parts: Sequence[int]) -> None:
+        """All ranks of a replica have written their parts, and they are published."""
+        state = checkpoint.state
+        if state not in self.bases:
+            raise Violation(f"I4: {state} is saved, and no decision has named it as a base")
+        if list(parts) != [self.contents.get((state, Rank(k))) for k in range(self.plan.ranks)]:
+            raise Violation(f"I1: what is saved as {state} are other bits")
+        self._check_ledger(checkpoint.ledger, self.units[state], f"checkpoint {checkpoint.name}")
+
+    def _restore(self, new: Decision, restored: Checkpoint) -> None:
+        found = self.world.disk.published.get(restored.name)
+        if found is None or found.checkpoint != restored or new.ledger != restored.ledger:
+            raise Violation(f"I1: decision {new.seq} restores {restored}, on the disk is {found}")
+        if new.base != new.seq or new.step != restored.state.step or new.kind is not Kind.GATHER or new.workers:
+            raise Violation(f"I4: decision {new.seq} restores {restored} as {new.start}")
+        holder = self._holder(None, self.plan.policy.restore_wait_ns * 3 // 4)  # clocks run differently
+        if holder is not None:
+            raise Violation(f"I5: decision {new.seq} restores a checkpoint, but {holder}")
+        newer = self._readable(restored.state)
+        if newer is not None and not any(fault.kind in LATE for fault in self.plan.faults):
+            raise Violation(f"I5: decision {new.seq} restores {restored.name}, but {newer} is newer")
+        at = None if self.last is None else self.last.outcome
+        while at is not None:
+            self.revoked.add(at)
+            at = self.parent[at]
+        self.parent[new.start], self.units[new.start] = None, self.units[restored.state]
+        for k, content in enumerate(found.parts):
+            self.contents[new.start, Rank(k)] = content
+
+    def _readable(self, than: StateName | None) -> str | None:
+        """A checkpoint, newer than this one, that everybody must have seen by now and that can be read."""
+        for name, each in self.world.disk.published.items():
+            state = each.checkpoint.state
+            newer = than is None or (state.lineage, state.step) > (than.lineage, than.step)
+            if newer and not each.rotten and self.world.clock.now - each.at > STEADY:
+                return name
+        return None
 
     def _go_back(self, last: Decision, start: StateName, seq: Seq) -> None:
         """`start` must be on the way from the outcome of `last` to the beginning; what is newer is revoked."""
@@ -289,6 +351,17 @@ class Judge:
             raise Violation(f"all replicas fit together, but: {halt.reason}")
         if self.last is None:
             raise Violation("I5: nothing has been decided yet, and already somebody gives up")
+        readable = self._readable(None)
+        if readable is not None and self.world.clock.now - life.steady_since > STEADY:
+            raise Violation(f"I5: {life.incarnation} gives up, but checkpoint {readable} can be read")
+        holder = self._holder(life)
+        if holder is not None:
+            raise Violation(f"I5: {life.incarnation} gives up, but {holder}")
+
+    def _holder(self, life: "Life | None", cut_off_for: int = 0) -> str | None:
+        """Who holds a state to go on from: `life`, somebody who must be known to everybody, or who was so a moment ago."""
+        if self.last is None:
+            return None
         memory, at = self.plan.policy.ancestry_max, self.last.outcome
         alive: set[StateName] = {at}
         while (before := self.parent[at]) is not None and len(alive) < memory:
@@ -296,10 +369,10 @@ class Judge:
             at = before
         for other in self.world.lives:
             steady = other.in_touch and self.world.clock.now - other.steady_since > STEADY
-            if (steady or other is life) and self._held_by_all(other) in alive:
-                raise Violation(
-                    f"I5: {life.incarnation} gives up, but {other.incarnation} holds {self._held_by_all(other)}"
-                )
+            waited_for = not other.in_touch and self.world.clock.now - other.out_since < cut_off_for
+            if (steady or waited_for or other is life) and self._held_by_all(other) in alive:
+                return f"{other.incarnation} holds {self._held_by_all(other)}"
+        return None
 
     def on_end(self, ending: str) -> None:
         """The world is over, and well."""

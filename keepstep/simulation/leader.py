@@ -12,6 +12,7 @@ from keepstep.protocol.messages import Decision, Hello, Report, Upward, Verdict
 from keepstep.protocol.step import Effect as StepEffect
 from keepstep.protocol.step import LeaderMachine, Publish, TellDecided
 from keepstep.simulation.clock import MS
+from keepstep.simulation.disk import LOOK
 from keepstep.simulation.store import BACK_OFF, Client
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class SimLeader:
         if not self.client.connected:  # these calls are repeated while the store is away
             self.world.clock.after(BACK_OFF, self.process, self._enter)
             return
+        if self.world.plan.checkpoints:
+            self._look()
         for number in range(self.machine.settings.size):
             self._carry_out(self.machine.on_message(self._hellos[Rank(number)]))
 
@@ -76,6 +79,14 @@ class SimLeader:
             self.world.clock.after_local(OVERWRITTEN, self.process, self._check_report)
         if not self.machine.over:
             self._act(self._decider.on_view(view, self.client.revision, now=self._now, mine=self._report))
+
+    def _look(self) -> None:
+        """For checkpoints, when there is nothing else to do."""
+        if self._closed:
+            return
+        if self.machine.running is None:
+            self._carry_out(self.machine.on_checkpoints(self.world.disk.found()))
+        self.world.clock.after_local(LOOK, self.process, self._look)
 
     @property
     def _now(self) -> int:

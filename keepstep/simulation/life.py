@@ -66,6 +66,7 @@ class Life:
         self.over = False  # no process of it is left
         self.done = False  # and there will be no other life
         self.steady_since = world.clock.now  # when it was last cut off, frozen or born
+        self.out_since = -1  # when it was last in touch, if it is not
         self.finished = False  # it left the loop because the job is complete
         self.ranks = [SimRank(world, self, Rank(k)) for k in range(plan.ranks)]
         self._by_rank = dict(enumerate(self.ranks))

@@ -7,7 +7,7 @@ often as long ones. A plan is a value: leaving faults out of it gives a smaller 
 import random
 from dataclasses import dataclass, replace
 
-from keepstep.protocol.ids import ReplicaId
+from keepstep.protocol.ids import ReplicaId, UnitId
 from keepstep.protocol.messages import LedgerState, Policy
 from keepstep.simulation.clock import MS, SECOND
 
@@ -26,6 +26,7 @@ POINTS = (
     "range",  # one of its ranks has got a piece of a state
     "serve",  # one of its ranks is asked for a piece of its state
     "load",  # the main thread of one of its ranks begins to load a fetched state
+    "save",  # all its ranks have written a checkpoint, which is not published yet
 )
 
 KINDS = {  # and how often
@@ -49,6 +50,11 @@ KINDS = {  # and how often
     "damage": 4,  # the next piece of state that it serves is damaged
 }
 
+DISK_KINDS = {  # the same, in worlds with checkpoints
+    "crash all": 10,  # every replica at once
+    "disk full": 3,  # nothing can be saved
+    "rot": 3,  # the newest checkpoint cannot be read any more
+}
 LASTING = 7_919  # makes a generator of its own for what came later, so that a seed's other faults stay what they were
 
 
@@ -69,6 +75,8 @@ class Fault:
     def __str__(self) -> str:
         when = f"at its {ordinal(self.nth)} {self.point}" if self.point else f"at {self.at / SECOND:.3f} s"
         what = self.kind
+        if self.kind in DISK_KINDS:
+            return f"{what}, {when if not self.point else f'when replica {self.replica} is {when}'}"
         if self.kind in ("crash rank", "freeze rank", "slow tree"):
             what = f"{self.kind}{' of rank' if self.kind == 'slow tree' else ''} {self.rank}"
         if self.kind == "cut link":
@@ -103,6 +111,13 @@ class Plan:
     lasting: tuple[int, int] | None = None  # these two lose each other at half of `heal_at`, and that never heals
     more_steps: int = 1  # then this many steps with everybody are demanded, or the end of the job
     jitter: float = 1.0  # 0: everything takes its usual time
+    begun: LedgerState | None = None  # of a checkpoint that is there from the beginning, though the store is empty
+    begun_at: int = 0  # and its step
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether there may be any."""
+        return self.policy.checkpoint_every > 0 or self.begun is not None
 
     def only(self, faults: tuple[int, ...]) -> "Plan":
         """The same with just these faults, named by their place."""
@@ -121,7 +136,7 @@ def plan_of(seed: int, kinds: tuple[str, ...] = ()) -> Plan:
     total = rng.choice([4, 6, 8]) * replicas - rng.choice([0, 0, 1]) if ends else None
     ledger = LedgerState(policy="stream" if stream else "pool", cursors=(0,) * replicas if stream else (), total=total)
     policy = _policy(rng, replicas)
-    return Plan(
+    plan = Plan(
         seed=seed,
         replicas=replicas,
         ranks=ranks,
@@ -133,11 +148,37 @@ def plan_of(seed: int, kinds: tuple[str, ...] = ()) -> Plan:
         copies=rng.random() < 0.8,
         drifts=tuple(rng.choice([1.0, 1.0, 0.8, 1.25]) for _ in range(replicas)),
         faults=tuple(
-            _fault(rng, replicas, ranks, heal_at, kinds) for _ in range(rng.choice([0, 1, 2, 2, 3, 3, 4, 6, 8]))
+            _fault(rng, replicas, ranks, heal_at, KINDS, kinds)
+            for _ in range(rng.choice([0, 1, 2, 2, 3, 3, 4, 6, 8]))
+            if not kinds or set(kinds) & KINDS.keys()
         ),
         heal_at=heal_at,
         lasting=_lasting(random.Random(seed + LASTING), replicas, policy),
         more_steps=1,
+    )
+    return _with_checkpoints(plan, random.Random(seed * 31 + 7), kinds)
+
+
+def _with_checkpoints(plan: Plan, rng: random.Random, kinds: tuple[str, ...]) -> Plan:
+    """In some worlds states are saved, in some of these one has been saved before; then everybody may die."""
+    if kinds and not set(kinds) & DISK_KINDS.keys():
+        return plan
+    if not kinds and rng.random() < 0.7:
+        return plan
+    faults = [
+        _fault(rng, plan.replicas, plan.ranks, plan.heal_at, DISK_KINDS, kinds) for _ in range(rng.choice([0, 1, 1, 2]))
+    ]
+    begun_at, ledger = rng.choice([0, 0, 1, 2]), plan.ledger
+    done = begun_at * plan.replicas
+    ledger = replace(ledger, cursors=(begun_at,) * len(ledger.cursors)) if ledger.cursors else replace(
+        ledger, next_unit=UnitId(done)
+    )  # fmt: skip
+    return replace(
+        plan,
+        policy=replace(plan.policy, checkpoint_every=rng.choice([1, 1, 2, 3])),
+        faults=(*plan.faults, *faults),
+        begun=ledger if begun_at else None,
+        begun_at=begun_at,
     )
 
 
@@ -166,8 +207,11 @@ def _policy(rng: random.Random, replicas: int) -> Policy:
     )
 
 
-def _fault(rng: random.Random, replicas: int, ranks: int, heal_at: int, kinds: tuple[str, ...]) -> Fault:
-    (kind,) = rng.choices(kinds or list(KINDS), [KINDS[k] for k in kinds or KINDS])
+def _fault(
+    rng: random.Random, replicas: int, ranks: int, heal_at: int, table: dict[str, int], kinds: tuple[str, ...]
+) -> Fault:
+    among = [kind for kind in kinds if kind in table] or list(table)
+    (kind,) = rng.choices(among, [table[k] for k in among])
     by_point = rng.random() < 0.6
     points = ("publish", "report") if kind in ("store error", "late write") and rng.random() < 0.7 else POINTS
     return Fault(

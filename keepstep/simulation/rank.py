@@ -13,9 +13,10 @@ from keepstep.protocol import catch_up as effects
 from keepstep.protocol.catch_up import Apply, Begin, Leave, LoadState, Order, RankMachine, Train
 from keepstep.protocol.errors import InvariantViolation
 from keepstep.protocol.ids import LEADER, QuorumId, Rank, ReplicaId, Seq
-from keepstep.protocol.messages import Downward, Endpoint, Hello, Role, StateName, Upward, Verdict, Vote
+from keepstep.protocol.messages import Downward, Endpoint, Hello, Role, Saved, StateName, Upward, Verdict, Vote
 from keepstep.runtime.attempts import Attempts
 from keepstep.simulation.clock import MS, Process
+from keepstep.simulation.disk import FileLoad, Save
 from keepstep.simulation.fabric import Buffer, Contribution, SimEngine
 from keepstep.simulation.transfer import Fetch, Holding
 
@@ -40,9 +41,9 @@ class SimRank:
         self.machine = RankMachine(life.settings, number)
         self.attempts = Attempts()
         self.engine = SimEngine(self)
-        self.holding = Holding(hash((plan.seed, life.replica_id, life.number, number)), plan.copies)
+        self.holding: Holding = Holding(hash((plan.seed, life.replica_id, life.number, number)), plan.copies)
         self.left = False
-        self._fetch: Fetch | None = None
+        self._fetch: Fetch | FileLoad | None = None
         self._fetched: int | None = None
         self._orders: deque[Given] = deque()
         self._busy = False
@@ -70,7 +71,7 @@ class SimRank:
     def on_ring_broken(self, quorum_id: QuorumId, suspect: ReplicaId | None, why: str, *, own_link: bool) -> None:
         self._run(self.machine.on_ring_broken(quorum_id, suspect, why, own_link=own_link))
 
-    def _on_fetched(self, fetch: Fetch) -> None:
+    def _on_fetched(self, fetch: Fetch | FileLoad) -> None:
         if fetch is not self._fetch:
             return  # `cancel` makes sure of that
         self._fetched = fetch.content
@@ -95,17 +96,28 @@ class SimRank:
                 case effects.BeginExchanges():
                     self._begin(effect)
                 case effects.StartFetch():
-                    self.world.point("fetch", self.life.replica_id)
-                    if self.world.talks:
-                        sources = ", ".join(peer.incarnation for peer in effect.sources) or "nobody"
-                        self._say(f"fetches state {effect.state.step}/{effect.state.lineage} from {sources}")
-                    self._fetch = Fetch(self, effect.state, effect.sources, self._on_fetched)
+                    self._start_fetch(effect)
                 case effects.CancelFetch():
                     self._cancel_fetch()
                 case effects.Serve():
                     self.holding.serve(effect.readers)
+                case effects.SaveState():
+                    Save(self, effect.state, effect.ledger, self._on_saved)
                 case effects.SendUp():
                     self._send_up(effect.message)
+
+    def _start_fetch(self, effect: effects.StartFetch) -> None:
+        self.world.point("fetch", self.life.replica_id)
+        if effect.restore is not None:
+            self._fetch = FileLoad(self, effect.state, effect.restore, self._on_fetched)
+            return
+        if self.world.talks:
+            sources = ", ".join(peer.incarnation for peer in effect.sources) or "nobody"
+            self._say(f"fetches state {effect.state.step}/{effect.state.lineage} from {sources}")
+        self._fetch = Fetch(self, effect.state, effect.sources, self._on_fetched)
+
+    def _on_saved(self, state: StateName, ok: bool, reason: str) -> None:
+        self._send_up(Saved(rank=LEADER, state=state, ok=ok, reason=reason))
 
     def _send_up(self, message: Upward) -> None:
         if type(message) is Vote:

@@ -34,14 +34,21 @@ class Holding:
         self._readers: dict[Reader, StateName] = {}
         self._read: set[int] = set()
         self._reached = -1
+        self._kept: StateName | None = None  # for ourselves, to be written to disk
 
-    def ask(self, state: StateName, piece: int) -> int | str:
+    def keep(self, state: StateName | None) -> None:
+        """From now on this state must stay readable to ourselves."""
+        self._kept = state
+        self._forget()
+
+    def ask(self, state: StateName, piece: int, *, saving: bool = False) -> int | str:
         """The content, "not yet", or "gone"."""
         if state in self._aside:
             content, valid = self._aside[state]
             return content if piece in valid else "gone"
         if state == self.live:
-            self._read.add(piece)
+            if not saving:
+                self._read.add(piece)
             return self.content
         return "gone" if state in self._let_go or state.step < self._reached else "not yet"
 
@@ -50,7 +57,10 @@ class Holding:
         self._readers = dict(readers)
         if self._readers_of_live() != before:
             self._read = set()
-        states = set(self._readers.values())
+        self._forget()
+
+    def _forget(self) -> None:
+        states = {*self._readers.values(), *([] if self._kept is None else [self._kept])}
         self._let_go &= states
         self._aside = {state: kept for state, kept in self._aside.items() if state in states}
 
@@ -59,9 +69,10 @@ class Holding:
 
     def before_write(self) -> None:
         readers = self._readers_of_live()
-        if self.live is not None and readers:
+        kept = self.live == self._kept
+        if self.live is not None and (readers or kept):
             if self._copies:
-                read = self._read if len(readers) == 1 else set()
+                read = self._read if len(readers) == 1 and not kept else set()
                 self._aside[self.live] = self.content, set(range(PIECES)) - read
             else:
                 self._let_go.add(self.live)

@@ -13,6 +13,7 @@ from keepstep.protocol.errors import KeepstepError
 from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
 from keepstep.protocol.messages import Decision, Kind, Role
 from keepstep.simulation.clock import MS, SECOND, Clock
+from keepstep.simulation.disk import Disk
 from keepstep.simulation.fabric import Fabric
 from keepstep.simulation.judge import Judge, Violation
 from keepstep.simulation.life import Life
@@ -21,6 +22,7 @@ from keepstep.simulation.rank import SimRank
 from keepstep.simulation.store import Store
 
 CHECK = 500 * MS
+FOR_EVERYBODY = ("cut link", "store away", "crash all", "disk full", "rot")
 EVENTS_MAX = 200_000  # a world that does so much without getting anywhere is a failure too
 
 
@@ -46,6 +48,8 @@ class World:
         self.judge = Judge(self)
         self.store = Store(self)
         self.fabric = Fabric(self)
+        self.disk = Disk(self)
+        self.judge.on_beginning()
         self.lives: list[Life] = []
         self.by_incarnation: dict[Incarnation, Life] = {}
         self.healed = False
@@ -180,7 +184,7 @@ class World:
 
     def _happen(self, fault: Fault) -> None:
         life = self.lives[fault.replica]
-        if self.healed or (life.over and fault.kind != "cut link" and fault.kind != "store away"):
+        if self.healed or (life.over and fault.kind not in FOR_EVERYBODY):
             return
         self.say(None, f"*** {fault}")
         rank, client, until = life.ranks[fault.rank], life.leader.client, fault.duration
@@ -189,6 +193,16 @@ class World:
                 for each in life.ranks:
                     self._kill(each)
                 self._all_gone(life, fault.seen, until)
+            case "crash all":
+                for other in self.lives:
+                    for each in other.ranks:
+                        self._kill(each)
+                    self._all_gone(other, fault.seen, until)
+            case "disk full":
+                self.disk.full = True
+                self.clock.after(until, None, setattr, self.disk, "full", False)
+            case "rot":
+                self.disk.rot()
             case "crash rank":
                 self.end_process(rank, seen=fault.seen, away=until)
             case "freeze" | "freeze rank":
@@ -196,10 +210,13 @@ class World:
                 self._freeze(frozen)
                 self.clock.after(until, None, self._thaw, frozen)
             case "mute" | "blind" | "cut off":
+                self._note_out(life)
                 client.mute, client.blind = fault.kind != "blind", fault.kind != "mute"
                 client.on_cut()
                 self.clock.after(until, None, self._reconnect, life)
             case "store away":
+                for each_life in self.lives:
+                    self._note_out(each_life)
                 self.store.go_away()
                 self.clock.after(until, None, self._store_back)
             case "store error":
@@ -232,7 +249,13 @@ class World:
             case _:
                 raise ValueError(f"unknown fault {fault.kind!r}")
 
+    def _note_out(self, life: Life) -> None:
+        """It is about to lose touch with the store."""
+        if life.in_touch:
+            life.out_since = self.clock.now
+
     def _freeze(self, ranks: list[SimRank]) -> None:
+        self._note_out(ranks[0].life)
         for rank in ranks:
             if rank.process.running:
                 rank.process.frozen = True
@@ -275,6 +298,7 @@ class World:
         self.healed = True
         self.fabric.cuts.clear()
         self._part()
+        self.disk.full = False
         self._store_back()
         for life in self.lives:
             life.main_slowness = life.fetch_slowness = 1

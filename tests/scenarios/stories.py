@@ -39,9 +39,9 @@ class Story:
 
 def story(
     name: str, about: str, *faults: Fault, replicas: int = 3, ranks: int = 1, units: int = 9, min_replicas: int = 1,
-    max_pending: int = 16, stream: bool = False, heal_s: float = 60,
+    max_pending: int = 16, stream: bool = False, heal_s: float = 60, checkpoint_every: int = 0,
 ) -> Story:  # fmt: skip
-    policy = Policy(num_replicas=replicas, min_replicas=min_replicas)
+    policy = Policy(num_replicas=replicas, min_replicas=min_replicas, checkpoint_every=checkpoint_every)
     cursors = (0,) * replicas if stream else ()
     ledger = LedgerState(policy="stream" if stream else "pool", cursors=cursors, total=units)
     return Story(
@@ -150,6 +150,15 @@ STORIES = [
         fault("crash", 1, "begin", 3, 2.0),
         stream=True,
         units=15,
+    ),
+    story(
+        "restored",
+        "Every replica dies at once: all of them load the newest checkpoint, two steps old, and the job goes on from it.",
+        fault("crash", 0, "begin", 5),
+        fault("crash", 1, "begin", 5),
+        fault("crash", 2, "begin", 5),
+        units=18,
+        checkpoint_every=2,
     ),
     story(
         "no_state_left",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.protocol import apart, catch_up, deciding, ledger, quorum, step
+from keepstep.protocol import apart, catch_up, checkpoints, deciding, ledger, quorum, step
 from keepstep.protocol.catch_up import GiveOrder, RankMachine
 from keepstep.protocol.messages import Decision, LedgerState, Load, Loaded, Report, Role, StateName, Vote
 from keepstep.protocol.step import LeaderMachine, Tell
@@ -397,3 +397,95 @@ def an_exchange_is_begun_under_the_decision_before(patch: Patch) -> None:
         return replace(made, seq=max(1, decision.seq - 1)) if decision.seq % 7 == 0 else made
 
     patch.setattr(RankMachine, "_begin", begin)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------
+
+
+@mutant(60, "crash all")
+def the_oldest_checkpoint_is_restored(patch: Patch) -> None:
+    patch.setattr(checkpoints, "newest", lambda found: min(found, key=checkpoints.age, default=None))
+    genuine = LeaderMachine.on_checkpoints
+    patch.setattr(LeaderMachine, "on_checkpoints", lambda self, found: genuine(self, tuple(reversed(found))))
+
+
+@mutant(20, "crash all")
+def a_restored_state_keeps_its_name(patch: Patch) -> None:
+    genuine = quorum._decision
+
+    def decision(case: Any, plan: Any, kind: Any, reason: str, units: Any) -> Decision:
+        return genuine(
+            case, plan if plan.restore is None else replace(plan, start=plan.restore.state), kind, reason, units
+        )
+
+    patch.setattr(quorum, "_decision", decision)
+
+
+@mutant(200, "crash", "crash all")
+def a_checkpoint_is_restored_before_anything_else(patch: Patch) -> None:
+    genuine = quorum._next
+
+    def next_(case: Any, last: Decision) -> Any:
+        wait = quorum._await_members(case, last)
+        behind = not any(quorum._holds(r, last.outcome) for r in case.reports)
+        restored = quorum._restore(case, "") if wait is None and behind and last.restore is None else None
+        return restored or genuine(case, last)
+
+    patch.setattr(quorum, "_next", next_)
+
+
+@mutant(600, "crash all", "crash", "cut off", "mute")
+def nobody_is_waited_for_before_a_restore(patch: Patch) -> None:
+    genuine = quorum._nobody_holds_a_state
+
+    def nobody(case: Any, last: Decision, on_chain: Any) -> Any:
+        return quorum._restore(case, "") or genuine(case, last, on_chain)
+
+    patch.setattr(quorum, "_nobody_holds_a_state", nobody)
+
+
+@mutant(100, "crash all")
+def a_state_is_saved_when_it_is_committed(patch: Patch) -> None:
+    """Before a decision has named it: it may be revoked, though nobody has decided so yet."""
+    genuine = RankMachine._on_verdict
+
+    def on_verdict(self: RankMachine, verdict: Any) -> Any:
+        running = self.running
+        effects = genuine(self, verdict)
+        if verdict.commit and running is not None and running.saver == self.settings.replica_id:
+            return (*effects, catch_up.SaveState(state=running.outcome, ledger=self.ledger))  # type: ignore[arg-type]
+        return effects
+
+    patch.setattr(RankMachine, "_on_verdict", on_verdict)
+
+
+@mutant(30, "crash all")
+def a_checkpoint_gets_the_ledger_of_the_next_state(patch: Patch) -> None:
+    genuine = RankMachine._on_decided
+
+    def on_decided(self: RankMachine, message: Any) -> Any:
+        return tuple(
+            replace(e, ledger=step.after_commit(message.decision, e.ledger)) if isinstance(e, catch_up.SaveState) else e
+            for e in genuine(self, message)
+        )
+
+    patch.setattr(RankMachine, "_on_decided", on_decided)
+
+
+@mutant(100, "crash all", "rot")
+def a_checkpoint_that_cannot_be_read_is_tried_again_and_again(patch: Patch) -> None:
+    genuine = LeaderMachine.on_checkpoints
+
+    def on_checkpoints(self: LeaderMachine, found: Any) -> Any:
+        self._unreadable.clear()
+        return genuine(self, found)
+
+    patch.setattr(LeaderMachine, "on_checkpoints", on_checkpoints)
+
+
+@mutant(60, "crash all")
+def a_replica_that_has_no_state_reports_no_checkpoint(patch: Patch) -> None:
+    genuine = LeaderMachine.on_checkpoints
+    patch.setattr(
+        LeaderMachine, "on_checkpoints", lambda self, found: genuine(self, found if self.materialized else ())
+    )

@@ -66,7 +66,6 @@ def view(last: Decision | None = None, *reports: int) -> StoreView:
 
 
 def test_an_error_in_a_timer_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaders, "to_quorum_view", lambda view: view)
     monkeypatch.setattr(quorum, "decide", lambda *_, now: quorum.Wait(reason="a moment", until=now))
 
     async def body(world: World) -> None:
@@ -114,7 +113,6 @@ def test_a_leader_never_takes_itself_for_lost(
 def test_a_store_that_has_forgotten_a_decision_ends_the_rank(
     monkeypatch: pytest.MonkeyPatch, left: Decision | None
 ) -> None:
-    monkeypatch.setattr(leaders, "to_quorum_view", lambda view: view)
     monkeypatch.setattr(quorum, "decide", lambda *_, now: quorum.Wait(reason="a moment"))
 
     async def body(world: World) -> None:
