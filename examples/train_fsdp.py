@@ -2,8 +2,9 @@
 
     keepstep run --replicas 3 --ranks-per-replica 2 examples/train_fsdp.py -- --steps 200
 
-Kill any of its ranks with `kill -9` while it runs: the other replicas go on, and the dead one comes back. What keepstep asks
-of a script is marked with (1) to (5). Without --data it reads the source of Python's own standard library.
+Kill any of its ranks with `kill -9` while it runs: the other replicas go on, and the dead one comes back. With
+`--checkpoint-dir DIR` after `run`, kill everything: the same command goes on from where it was. What keepstep asks of a script
+is marked with (1) to (5). Without --data it reads the source of Python's own standard library.
 """
 
 import argparse

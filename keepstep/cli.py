@@ -40,6 +40,11 @@ def run(
     min_replicas: Annotated[int, typer.Option(help="wait when fewer could train")] = 1,
     max_restarts: Annotated[int, typer.Option(help="of one replica")] = 20,
     finish_grace: Annotated[float, typer.Option(help="seconds for the rest to end, once one has")] = 30.0,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="save states here and go on from the newest; all replicas must reach it")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="steps between two checkpoints")] = 100,
+    keep_checkpoints: Annotated[int, typer.Option(help="how many complete ones are kept")] = 3,
     fault: Annotated[
         list[str] | None,
         typer.Option(help='rehearse a failure: "kill replica=1 rank=0 step=5 phase=in_exchange"; may be repeated'),
@@ -63,6 +68,9 @@ def run(
         max_restarts=max_restarts,
         finish_grace_s=finish_grace,
         faults=tuple(fault or ()),
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
     )
     raise typer.Exit(launch(settings))
 

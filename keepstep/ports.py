@@ -3,11 +3,11 @@
 No I/O, no torch: only shapes. Each interface says which thread calls it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from keepstep.protocol.messages import StateName
+from keepstep.protocol.messages import Checkpoint, LedgerState, StateName
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,31 @@ class StateSource(Protocol):
 
     def read(self, state: StateName, lo: int, hi: int) -> bytes | bytearray | None:
         """A copy of bytes [lo, hi), consistent with `manifest`, or None if the state is no longer held."""
+        ...
+
+
+class CheckpointStorage(Protocol):
+    """Writes this rank's part of named states to persistent storage, and reads it back. All ranks are asked for the same."""
+
+    @property
+    def every(self) -> int:
+        """A checkpoint is due so many steps after the one before; 0: never."""
+        ...
+
+    def find(self) -> tuple[Checkpoint, ...]:
+        """The complete ones that fit this job, newest first. A thread that may wait for storage."""
+        ...
+
+    def save(self, state: StateName, ledger: LedgerState, done: Callable[[bool, str], None]) -> None:
+        """Starts saving a state that is held or about to be; `done(ok, reason)` comes from a thread. Never blocks."""
+        ...
+
+    def load(self, checkpoint: Checkpoint) -> tuple[bytes, memoryview]:
+        """The manifest and bytes of this rank's part, verified. Raises TransferError. A thread that may wait for storage."""
+        ...
+
+    def close(self, timeout: float) -> bool:
+        """Ends within `timeout` seconds what is being saved; False: that still goes on. Main thread."""
         ...
 
 

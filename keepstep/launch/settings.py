@@ -35,6 +35,9 @@ class LaunchSettings:
     max_restarts: int  # of one replica
     finish_grace_s: float  # for the rest to end, once a replica or a rank of it has
     faults: tuple[str, ...]
+    checkpoint_dir: Path | None
+    checkpoint_every: int  # steps
+    keep_checkpoints: int
 
     @staticmethod
     def checked(
@@ -51,6 +54,9 @@ class LaunchSettings:
         max_restarts: int = 20,
         finish_grace_s: float = 30.0,
         faults: tuple[str, ...] = (),
+        checkpoint_dir: Path | None = None,
+        checkpoint_every: int = 100,
+        keep_checkpoints: int = 3,
     ) -> "LaunchSettings":
         """Fills defaults in and checks everything that can be checked without starting a process."""
         for name, value, least in (
@@ -59,6 +65,8 @@ class LaunchSettings:
             ("--min-replicas", min_replicas, 1),
             ("--max-restarts", max_restarts, 0),
             ("--finish-grace", finish_grace_s, 0),
+            ("--checkpoint-every", checkpoint_every, 1),
+            ("--keep-checkpoints", keep_checkpoints, 1),
         ):
             if not value >= least:  # this way around, "nan" is refused too
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
@@ -75,6 +83,8 @@ class LaunchSettings:
                 raise ConfigError(
                     f"--fault names replica {fault.replica} rank {fault.rank}, which this run does not have"
                 )
+        if checkpoint_dir is not None:
+            _prepare_checkpoints(checkpoint_dir)
         stamp = time.strftime("%Y%m%d-%H%M%S")
         name = f"{script.stem if job is None else check_job(job)}-{stamp}"
         token = _token(token_file)
@@ -94,6 +104,9 @@ class LaunchSettings:
             max_restarts=max_restarts,
             finish_grace_s=finish_grace_s,
             faults=faults,
+            checkpoint_dir=None if checkpoint_dir is None else checkpoint_dir.resolve(),
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
         )
 
     def take_back(self) -> None:
@@ -121,6 +134,17 @@ class LaunchSettings:
             "KEEPSTEP_RUN_DIR": str(self.run_dir),
             "KEEPSTEP_FAULTS": "\n".join(self.faults),
             "KEEPSTEP_MIN_REPLICAS": str(self.min_replicas),
+            **self._checkpoint_variables(),
+        }
+
+    def _checkpoint_variables(self) -> dict[str, str]:
+        """Nothing without --checkpoint-dir: what the environment says holds then."""
+        if self.checkpoint_dir is None:
+            return {}
+        return {
+            "KEEPSTEP_CHECKPOINT_DIR": str(self.checkpoint_dir),
+            "KEEPSTEP_CHECKPOINT_EVERY": str(self.checkpoint_every),
+            "KEEPSTEP_KEEP_CHECKPOINTS": str(self.keep_checkpoints),
         }
 
 
@@ -141,6 +165,14 @@ def prepare(run_dir: Path) -> bool:
     except OSError as error:
         raise ConfigError(f"--run-dir {run_dir} cannot be written to ({error.strerror}): choose another one") from None
     return made
+
+
+def _prepare_checkpoints(path: Path) -> None:
+    """It is left behind empty if the run cannot begin: it may be everybody's."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--checkpoint-dir {path} cannot be made ({error.strerror}): choose another one") from None
 
 
 def _token(path: Path | None) -> bytes | None:

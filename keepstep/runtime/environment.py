@@ -5,6 +5,7 @@
     KEEPSTEP_TOKEN or KEEPSTEP_TOKEN_FILE                  the job's secret, always needed
     KEEPSTEP_JOB KEEPSTEP_HOST KEEPSTEP_RUN_DIR KEEPSTEP_MIN_REPLICAS KEEPSTEP_FAN_OUT KEEPSTEP_LEASE_S
     KEEPSTEP_STRAGGLER_S KEEPSTEP_START_WAIT_S             optional
+    KEEPSTEP_CHECKPOINT_DIR KEEPSTEP_CHECKPOINT_EVERY KEEPSTEP_KEEP_CHECKPOINTS    optional
     KEEPSTEP_INCARNATION KEEPSTEP_LIFE KEEPSTEP_LEADER KEEPSTEP_LEADER_FD KEEPSTEP_FAULTS    set by `keepstep run`
 
 Fails: ConfigError, one sentence that names the variable. Reading files is its only I/O.
@@ -59,6 +60,9 @@ class Environment:
     lease_s: float
     straggler_s: float
     start_wait_s: float
+    checkpoint_dir: Path | None
+    checkpoint_every: int  # steps
+    keep_checkpoints: int
     fetch_throttle: float | None  # bytes per second, for tests
     version: str
 
@@ -67,7 +71,7 @@ class Environment:
         """Reads and checks the variables."""
         read = _Reader(env)
         size, replicas = read.integer("WORLD_SIZE", least=1), read.integer("NUM_REPLICAS", least=1)
-        run_dir = env.get("KEEPSTEP_RUN_DIR")
+        run_dir, checkpoint_dir = env.get("KEEPSTEP_RUN_DIR"), env.get("KEEPSTEP_CHECKPOINT_DIR")
         incarnation = env.get("KEEPSTEP_INCARNATION")
         throttle = read.number("KEEPSTEP_FETCH_BYTES_PER_S", 0.0)
         return Environment(
@@ -91,6 +95,9 @@ class Environment:
             lease_s=read.number("KEEPSTEP_LEASE_S", 2.0, least=0.5),
             straggler_s=read.number("KEEPSTEP_STRAGGLER_S", 60.0),
             start_wait_s=read.number("KEEPSTEP_START_WAIT_S", 60.0),
+            checkpoint_dir=Path(checkpoint_dir) if checkpoint_dir else None,
+            checkpoint_every=read.integer("KEEPSTEP_CHECKPOINT_EVERY", 100, least=1),
+            keep_checkpoints=read.integer("KEEPSTEP_KEEP_CHECKPOINTS", 3, least=1),
             fetch_throttle=throttle or None,
             version=__version__,
         )

@@ -41,6 +41,9 @@ class Phase(StrEnum):
     FETCHING_STATE = "fetching_state"
     LOADING_STATE = "loading_state"
     REPLAYING = "replaying"
+    SAVING = "saving"  # this rank has copied a state for a checkpoint and is about to write it
+    PUBLISHING = "publishing"  # rank 0: every rank has written its part of a checkpoint
+    RESTORING = "restoring"  # this rank is about to read a checkpoint
 
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV}

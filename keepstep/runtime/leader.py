@@ -1,10 +1,11 @@
 """Rank 0's extra duties (FT-HSDP section 5.2): speaks for the replica in the quorum, and to its ranks.
 
 A thin shell around `protocol.step.LeaderMachine` and `protocol.deciding.Decider`. Everything runs on the control loop, so the
-machine needs no lock. Three tasks besides the callbacks:
+machine needs no lock. Four tasks besides the callbacks:
 
   * the *teller* carries out Tell and TellDecided in order (addresses of peers come from the store, once per incarnation);
   * the *reporter* writes the newest report, retrying while the store is away: an older one that was not written is moot;
+  * the *finder* looks for checkpoints while nothing is running: only then can they matter;
   * whoever sees a change of the store decides (`protocol.deciding`) and tries to publish; the compare-and-swap lets one win.
 
 Fails: a machine that refuses (ConfigError, broken invariant), a Halt, a store that refuses us or has forgotten decisions, or a
@@ -22,6 +23,7 @@ from keepstep.protocol.deciding import Decider
 from keepstep.protocol.errors import JobMismatch, NoStateLeft, StoreError
 from keepstep.protocol.ids import NO_DECISION, Incarnation, Rank, ReplicaId
 from keepstep.protocol.messages import (
+    Checkpoint,
     Decided,
     Decision,
     Endpoint,
@@ -44,6 +46,7 @@ from keepstep.protocol.step import (
 from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.etcd_view import StoreView
 from keepstep.runtime.faults import Phase
+from keepstep.runtime.threads import in_thread
 from keepstep.runtime.tree import ControlTree
 from keepstep.runtime.wire import encode_frame
 
@@ -55,6 +58,8 @@ LINK_GRACE_S = (
     0.4  # a dead member's links tell sooner, and let an exchange end that can; only what they miss waits for this
 )
 OVERWRITTEN_S = 1.0  # the watch may be so late; then the store does not hold our newest report
+FIND_S = 2.0  # how often checkpoints are looked for, when nothing is running
+FIRST_FIND_S = 10.0  # how long a later life waits for the first look at them: the others may be training
 WAIT_LOG_S = 10.0  # how often a wait is explained in the log
 
 Emit = Callable[..., None]
@@ -72,16 +77,17 @@ class LeaderShell:
         *,
         record: Callable[[str], JobRecord],
         again: bool,
+        find: Callable[[], tuple[Checkpoint, ...]] | None,
         emit: Emit,
         fault: Callable[[Phase, int | None], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
-        """`again`: this replica has lived before, so the store must know the job."""
+        """`again`: this replica has lived before, so the store must know the job. `find`: complete checkpoints; it may hang."""
         self.machine = LeaderMachine(settings)
         self.policy = policy
         self._store, self._tree = store, tree
         self._emit, self._fault, self._on_fatal = emit, fault, on_fatal
-        self._record, self._again = record, again
+        self._record, self._again, self._find = record, again, find
         self._hellos: dict[Rank, Hello] = {}
         self._view: StoreView | None = None
         self._tell: asyncio.Queue[Tell | TellDecided] = asyncio.Queue()
@@ -148,8 +154,24 @@ class LeaderShell:
         record, endpoints = self._record(layout_digest(ranks)), tuple(hello.endpoint for hello in ranks)
         await self._persist(lambda: self._store.claim_job(record, known=self._again))
         await self._persist(lambda: self._store.put_endpoints(settings.replica_id, settings.incarnation, endpoints))
+        if self._find is not None:
+            first = asyncio.ensure_future(self._find_checkpoints(self._find))
+            await asyncio.wait({first}, timeout=FIRST_FIND_S if self._again else None)
+            self._tasks.append(asyncio.create_task(self._guard(self._finder(self._find, first))))
         for hello in ranks:
             self._carry_out(self.machine.on_message(hello))
+
+    async def _finder(self, find: Callable[[], tuple[Checkpoint, ...]], first: "asyncio.Future[None]") -> None:
+        await first
+        while True:
+            await asyncio.sleep(FIND_S)
+            if self.machine.running is None and not self.machine.over:
+                await self._find_checkpoints(find)
+
+    async def _find_checkpoints(self, find: Callable[[], tuple[Checkpoint, ...]]) -> None:
+        found = await in_thread(find, "keepstep-find")
+        if not self._closed:
+            self._carry_out(self.machine.on_checkpoints(found))
 
     def _on_view(self, view: StoreView) -> None:
         if self._closed:
@@ -234,6 +256,8 @@ class LeaderShell:
             base=decision.base,
             reason=decision.reason,
             num_replicas=decision.num_replicas,
+            saver=decision.saver,
+            restore=None if decision.restore is None else decision.restore.name,
             members=[
                 {
                     "replica": m.replica_id,

@@ -19,12 +19,23 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from keepstep.ports import EventSink, ExchangeBuffer, StateSource
+from keepstep.ports import CheckpointStorage, EventSink, ExchangeBuffer, StateSource
 from keepstep.protocol import catch_up as rank_effects
 from keepstep.protocol.catch_up import Apply, LoadState, Order, RankMachine
 from keepstep.protocol.errors import InvariantViolation, LocalProtocolError, ReplicaLost, TransferError, exit_code
 from keepstep.protocol.ids import LEADER
-from keepstep.protocol.messages import Endpoint, Hello, LedgerState, Policy, Reader, StateName, Upward, Verdict, Vote
+from keepstep.protocol.messages import (
+    Endpoint,
+    Hello,
+    LedgerState,
+    Policy,
+    Reader,
+    Saved,
+    StateName,
+    Upward,
+    Verdict,
+    Vote,
+)
 from keepstep.protocol.step import StepSettings
 from keepstep.runtime.attempts import Attempts
 from keepstep.runtime.engine import Engine
@@ -34,6 +45,7 @@ from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.faults import Faults, Phase
 from keepstep.runtime.handshake import Identity
 from keepstep.runtime.leader import LeaderShell
+from keepstep.runtime.restore import Restore
 from keepstep.runtime.state_fetcher import FetchedState, FetchHandle, StateFetcher
 from keepstep.runtime.state_server import StateServer
 from keepstep.runtime.tree import ControlTree
@@ -42,6 +54,7 @@ from keepstep.runtime.wire import decode_frame, encode_frame
 log = logging.getLogger("keepstep")
 T = TypeVar("T")
 
+SAVE_S = 60.0  # for a checkpoint that is being written when the job ends
 FIRST_LOOK_S = (
     10.0  # for the store to answer a first life, whose address may be wrong; a later one waits as the others do
 )
@@ -69,6 +82,7 @@ class DataPlane:
     ledger: LedgerState
     max_steps: int | None
     engine: EngineSettings
+    checkpoints: CheckpointStorage | None = None
 
 
 class RankRuntime:
@@ -93,7 +107,7 @@ class RankRuntime:
         self._engine: Engine | None = None
         self._server: StateServer | None = None
         self._fetcher: StateFetcher | None = None
-        self._fetch: FetchHandle | None = None
+        self._fetch: FetchHandle | Restore | None = None
         self._fetched: FetchedState | None = None
         self._fetch_current: object | None = None  # tells the results of the newest fetch from those of others
         self._tasks: set[asyncio.Task[None]] = set()
@@ -181,8 +195,9 @@ class RankRuntime:
         self._call(self._say_hello(hello, settings))
 
     async def _say_hello(self, hello: Hello, settings: StepSettings) -> None:
-        env, tree = self.env, self._tree
+        env, tree, plane = self.env, self._tree, self._plane
         assert tree is not None
+        assert plane is not None
         if env.rank == LEADER:
             assert self._store is not None
             policy = Policy(
@@ -190,6 +205,7 @@ class RankRuntime:
                 min_replicas=env.min_replicas,
                 start_wait_ns=int(env.start_wait_s * 1e9),
                 straggler_ns=int(env.straggler_s * 1e9),
+                checkpoint_every=0 if plane.checkpoints is None else plane.checkpoints.every,
             )
             self._leader = LeaderShell(
                 settings,
@@ -205,6 +221,7 @@ class RankRuntime:
                     token_check=EtcdStore.token_check(env.job, env.token),
                 ),
                 again=env.life > 1,
+                find=None if plane.checkpoints is None else plane.checkpoints.find,
                 emit=self.emit,
                 fault=self.fault,
                 on_fatal=self._fail,
@@ -240,6 +257,7 @@ class RankRuntime:
 
     def close(self) -> None:
         """Stops every thread; bounded in time. Main thread."""
+        self._close_checkpoints()
         self._closing = True
         if self._plane is not None:
             self._plane.serve({})
@@ -255,6 +273,13 @@ class RankRuntime:
             self._thread.join(5.0)
             if not self._thread.is_alive():
                 self.loop.close()
+
+    def _close_checkpoints(self) -> None:
+        """Waits for a checkpoint that is being written, if the job has ended well."""
+        storage = self._plane.checkpoints if self._plane is not None else None
+        finished = self._machine is not None and self._machine.left and self._fatal is None
+        if storage is not None and not storage.close(SAVE_S if finished else 0.0) and finished:
+            log.warning("a checkpoint is still being written after %.0f s: it is given up", SAVE_S)
 
     async def _close(self) -> None:
         if self._leader is not None:
@@ -393,6 +418,8 @@ class RankRuntime:
                 self._cancel_fetch()
             case rank_effects.Serve():
                 plane.serve(effect.readers)
+            case rank_effects.SaveState():
+                self._save(effect.state, effect.ledger)
             case rank_effects.SendUp():
                 self._spawn(self._send_up(effect.message))
 
@@ -436,8 +463,23 @@ class RankRuntime:
         else:
             self._orders.put(Given(order=order))
 
+    def _save(self, state: StateName, ledger: LedgerState) -> None:
+        plane = self._plane
+        assert plane is not None
+
+        def done(ok: bool, reason: str) -> None:
+            saved = Saved(rank=self.env.rank, state=state, ok=ok, reason=reason)
+            if self.env.rank == LEADER and not self._closing:
+                self.loop.call_soon_threadsafe(lambda: self._spawn(self._send_up(saved)))
+
+        if plane.checkpoints is None:
+            done(False, "this rank has no checkpoint_dir")
+        else:
+            plane.checkpoints.save(state, ledger, done)
+
     def _start_fetch(self, effect: rank_effects.StartFetch) -> None:
         assert self._fetcher is not None
+        assert self._plane is not None
         state, started, current = effect.state, time.monotonic(), object()
         sources = [(p.replica_id, p.endpoint.host, p.endpoint.state_port) for p in effect.sources]
 
@@ -445,6 +487,14 @@ class RankRuntime:
             self.loop.call_soon_threadsafe(self._on_fetch_done, current, state, result, time.monotonic() - started)
 
         self._fetch_current = current
+        if effect.restore is not None:
+            storage = self._plane.checkpoints
+            if storage is None:
+                done(TransferError("this rank has no checkpoint_dir"))
+            else:
+                point = lambda: self.fault(Phase.RESTORING, state.step)  # noqa: E731  (one line, used once)
+                self._fetch = Restore(storage, effect.restore, state, done, point)
+            return
         self._fetch = self._fetcher.fetch(state, sources, done, throttle_bytes_per_s=self.env.fetch_throttle)
 
     def _on_fetch_done(

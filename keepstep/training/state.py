@@ -19,7 +19,7 @@ import ctypes
 import json
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,6 +71,18 @@ class Layout:
         return json.dumps({"total": self.total, "tensors": rows, "values": self.values}).encode()
 
     @staticmethod
+    def of(parts: Iterable[tuple[str, str, tuple[int, ...], bool]], values: dict[str, Any]) -> "Layout":
+        """Gives each (path, dtype, shape, sharded) its place. Raises InvariantViolation for a dtype that does not exist."""
+        entries, at = [], 0
+        for path, dtype, shape, sharded in parts:
+            if dtype not in _DTYPES:
+                raise InvariantViolation(f"a state holds tensors of {dtype}, which this torch does not have")
+            size = math.prod(shape) * _DTYPES[dtype].itemsize
+            entries.append(Entry(path, dtype, shape, at, at + size, sharded))
+            at += -(-size // ALIGN) * ALIGN
+        return Layout(tuple(entries), values, at)
+
+    @staticmethod
     def from_json(text: bytes) -> "Layout":
         """Raises InvariantViolation unless every tensor has its place."""
         try:
@@ -92,6 +104,12 @@ def _fits(entry: Entry, total: int) -> bool:
     return (
         entry.lo % ALIGN == 0 and entry.hi - entry.lo == math.prod(entry.shape) * dtype.itemsize and entry.hi <= total
     )
+
+
+def views(layout: Layout, data: memoryview) -> dict[str, torch.Tensor]:
+    """The tensors of a layout in its bytes, by path. They share memory with `data`, which must be writable."""
+    flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    return {e.path: flat[e.lo : e.hi].view(_DTYPES[e.dtype]).reshape(e.shape) for e in layout.entries}
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,6 +153,7 @@ class TrainingState:
         self._layout: tuple[Layout, list[torch.Tensor]] | None = None
         self._read = RangeSet()  # of the live state, since its readers were last others
         self._readers: dict[Reader, StateName] = {}
+        self._kept: dict[Reader, StateName] = {}  # those of `_readers` that are in this process
         self._frozen: dict[StateName, _Frozen] = {}
         self._reached = -1  # the newest step whose state the tensors have held
         self._spares = Spares()
@@ -179,15 +198,9 @@ class TrainingState:
 
     def to_layout(self) -> tuple[Layout, list[torch.Tensor]]:
         """The byte space of the live tensors, right now."""
-        entries, tensors, at = [], [], 0
-        for path, tensor in self._tensors():
-            part = local(tensor)
-            size = part.numel() * part.element_size()
-            sharded = isinstance(tensor, DTensor)
-            entries.append(Entry(path, str(part.dtype), tuple(part.shape), at, at + size, sharded))
-            tensors.append(tensor)
-            at += -(-size // ALIGN) * ALIGN
-        return Layout(tuple(entries), self._values(), at), tensors
+        named = list(self._tensors())
+        parts = [(path, str(t.dtype), tuple(local(t).shape), isinstance(t, DTensor)) for path, t in named]
+        return Layout.of(parts, self._values()), [tensor for _, tensor in named]
 
     def _live_layout(self) -> tuple[Layout, list[torch.Tensor]]:
         if self._layout is None:
@@ -217,6 +230,20 @@ class TrainingState:
             self._read.add(lo, hi)
             return out
 
+    def copy_into(self, out: memoryview, state: StateName, lo: int, hi: int) -> bool:
+        """`read` for a reader in this process: out[lo:hi] = bytes [lo, hi); False: the state is no longer held."""
+        with self._changed:
+            if not self._await(state):
+                return False
+            frozen, into = self._frozen.get(state), np.frombuffer(out, np.uint8)[lo:hi]
+            if frozen is None:
+                self._copy_live(into, lo, hi)
+                self._read.add(lo, hi)
+                return True
+            if frozen.valid.covers(lo, hi):
+                ctypes.memmove(into.ctypes.data, frozen.data[lo:hi].ctypes.data, hi - lo)
+            return frozen.valid.covers(lo, hi)
+
     def _await(self, state: StateName) -> bool:
         """Waits for a state that we have not reached yet; False if it is past, TimeoutError if that takes long.
 
@@ -245,15 +272,27 @@ class TrainingState:
     def serve(self, readers: Mapping[Reader, StateName]) -> None:
         """From now on exactly these states must stay readable, to these readers."""
         with self._changed:
-            before = self._readers_of(self._live)
-            self._readers = dict(readers)
-            if self._readers_of(self._live) != before:
-                self._read = RangeSet()  # a new reader lacks what another one has read
-            states = set(self._readers.values())
-            self._let_go &= states
-            for gone in self._frozen.keys() - states:
-                self._spares.give(self._frozen.pop(gone).buffer)
-            self._changed.notify_all()
+            self._serve(readers)
+
+    def keep(self, reader: Reader, state: StateName | None) -> None:
+        """The same for a reader in this process, until it is told None. Any thread."""
+        with self._changed:
+            others = {r: s for r, s in self._readers.items() if r not in self._kept}
+            self._kept.pop(reader, None)
+            if state is not None:
+                self._kept[reader] = state
+            self._serve(others)
+
+    def _serve(self, readers: Mapping[Reader, StateName]) -> None:
+        before = self._readers_of(self._live)
+        self._readers = {**readers, **self._kept}
+        if self._readers_of(self._live) != before:
+            self._read = RangeSet()  # a new reader lacks what another one has read
+        states = set(self._readers.values())
+        self._let_go &= states
+        for gone in self._frozen.keys() - states:
+            self._spares.give(self._frozen.pop(gone).buffer)
+        self._changed.notify_all()
 
     def _readers_of(self, state: StateName | None) -> set[Reader]:
         return {reader for reader, wanted in self._readers.items() if wanted == state}
@@ -316,28 +355,33 @@ class TrainingState:
         Raises InvariantViolation if the bytes do not describe this model: nothing is half loaded then.
         """
         layout = Layout.from_json(manifest)
+        self.check(layout, len(data))
         mine = {path: tensor for path, tensor in self._tensors() if path.startswith("model/")}
-        theirs = {e.path: e for e in layout.entries}
-        for path, tensor in mine.items():
-            entry = theirs.get(path)
-            if entry is None or entry.shape != tuple(local(tensor).shape) or entry.dtype != str(local(tensor).dtype):
-                raise InvariantViolation(f"the fetched state does not fit this model at {path}: {entry}")
-        if len(data) != layout.total or theirs.keys() - mine.keys() - self._optimizer_paths(layout):
-            raise InvariantViolation(
-                f"the fetched state has {len(data)} bytes for {layout.total}, or parts that have no place here"
-            )
-        self._check_values(layout.values)
-        flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+        parts = views(layout, memoryview(data))
         self._load_values(layout.values)
         with torch.no_grad():
             for entry in layout.entries:
-                part = flat[entry.lo : entry.hi].view(_DTYPES[entry.dtype]).reshape(entry.shape)
+                part = parts[entry.path]
                 if entry.path in mine:
                     local(mine[entry.path]).copy_(part)
                 else:
                     _, g, i, key = entry.path.split("/", 3)
                     param = self.optimizer.param_groups[int(g)]["params"][int(i)]
                     self.optimizer.state[param][key] = like(part, param) if entry.sharded else part
+
+    def check(self, layout: Layout, size: int) -> None:
+        """Whether a state of this layout, and of `size` bytes, can be loaded. Raises InvariantViolation."""
+        mine = {path: tensor for path, tensor in self._tensors() if path.startswith("model/")}
+        theirs = {e.path: e for e in layout.entries}
+        for path, tensor in mine.items():
+            entry = theirs.get(path)
+            if entry is None or entry.shape != tuple(local(tensor).shape) or entry.dtype != str(local(tensor).dtype):
+                raise InvariantViolation(f"the fetched state does not fit this model at {path}: {entry}")
+        if size != layout.total or theirs.keys() - mine.keys() - self._optimizer_paths(layout):
+            raise InvariantViolation(
+                f"the fetched state has {size} bytes for {layout.total}, or parts that have no place here"
+            )
+        self._check_values(layout.values)
 
     def _optimizer_paths(self, layout: Layout) -> set[str]:
         """Those of its tensors that belong to a parameter of this optimizer."""

@@ -20,6 +20,7 @@ Source: FT-HSDP sections 5.1, 5.3, 5.5. Departs from the paper: a retried step r
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -39,6 +40,7 @@ from keepstep.runtime.faults import Phase
 from keepstep.runtime.phases import DATA_WAIT, DISCARDED, WAIT, Phases
 from keepstep.runtime.rank import DataPlane, Given
 from keepstep.training.buckets import Buckets
+from keepstep.training.checkpoint import make_checkpointer
 from keepstep.training.data import MapDataset, Units, step_seed
 from keepstep.training.join import Job
 from keepstep.training.progress import Progress
@@ -148,9 +150,12 @@ class Training:
         wire_dtype: in which gradients travel between replicas. None: as they are, 16-bit ones as float32, so that they are added
             up in float32; torch.bfloat16 or torch.float16 halve the bytes, and round at each replica.
         engine: settings of the exchange; the same for every replica.
-        state_copy_bytes_max: host memory for copies of a state that a peer is still reading.
+        state_copy_bytes_max: host memory for copies of a state that a peer, or a checkpoint, is still reading.
         log_every: steps between two lines of the log that say how training goes; one replica writes them. 0: none.
         tokens_per_sample: for the log's `tps`, tokens a second of the whole job. None: it says `sps`, samples a second.
+        checkpoint_dir: a directory that all replicas share. A job that finds complete checkpoints of its own in it goes on from
+            the newest. None: what `keepstep run --checkpoint-dir` says; without one, no checkpoints.
+        checkpoint_every, keep_checkpoints: steps between two, and how many are kept. None: what `keepstep run` says (100, 3).
     """
 
     def __init__(
@@ -179,6 +184,9 @@ class Training:
         engine: EngineSettings | None = None,
         log_every: int = 10,
         tokens_per_sample: int | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        keep_checkpoints: int | None = None,
     ) -> None:
         if job.has_training:
             raise ConfigError("this job has a keepstep.Training already: one a process")
@@ -223,6 +231,9 @@ class Training:
         self.phases = Phases()
         self._progress = Progress(job.runtime.incarnation, every=log_every, tokens_per_sample=tokens_per_sample)
         self._buffer_versions: list[int] = []
+        self.checkpointer = make_checkpointer(
+            job, self.state, self.ledger, checkpoint_dir, every=checkpoint_every, keep=keep_checkpoints
+        )
         job.has_training = True
         job.runtime.attach(
             DataPlane(
@@ -234,6 +245,7 @@ class Training:
                 ledger=self.units.ledger,
                 max_steps=max_steps,
                 engine=settings,
+                checkpoints=self.checkpointer,
             )
         )
 
