@@ -176,7 +176,9 @@ def test_a_checkpoint_that_cannot_be_loaded_is_not_offered_again() -> None:
     leader.on_decision(restore)
     effects = rank.on_message(Decided(decision=restore, peers=peers(restore)))
     assert StartFetch(state=restore.start, sources=(), restore=NEW) in effects
-    failed = leader.on_message(Fetched(rank=Rank(1), state=restore.start, ok=False, reason="a checksum is wrong"))
+    failed = leader.on_message(
+        Fetched(rank=Rank(1), state=restore.start, since=restore.seq, ok=False, reason="a checksum is wrong")
+    )
     assert isinstance(failed[-1], Publish)
     assert (failed[-1].report.state, failed[-1].report.checkpoint) == (None, None)
     (again,) = leader.on_checkpoints((NEW, OLD))
