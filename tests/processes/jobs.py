@@ -43,14 +43,15 @@ class Result:
     def committed(self) -> list[dict[str, Any]]:
         """The decisions of the one history, first to last: follows the base links back from the last commit."""
         by_seq = {d["seq"]: d for d in self.decisions}
-        last = max((c["seq"] for c in self.of("commit")), default=0)
+        commits = {c["seq"] for c in self.of("commit")}
+        last = max(commits, default=0)
         chain: list[dict[str, Any]] = []
         while last in by_seq and by_seq[last]["kind"] == "train":
             chain.append(by_seq[last])
             if by_seq[last]["base"] == last:
                 break
             last = by_seq[last]["base"]
-            if last not in {c["seq"] for c in self.of("commit")}:
+            if last not in commits:
                 break  # the name of the initial state
         return chain[::-1]
 

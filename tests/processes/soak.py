@@ -156,7 +156,7 @@ def _thaw(pid: int) -> None:
 
 def soak(run_dir: Path, failures: int, gap: int, seed: int) -> tuple[dict[str, Any], Result, Sampler]:
     rng, done, kinds = random.Random(seed), 0, Counter[str]()
-    steps = round(failures * gap * 1.5) + CALM  # some are due, and not possible just then
+    steps = failures * gap * 3 + CALM  # some are due, and not possible just then
     args = options(steps)
     process = start(run_dir, "--replicas", str(REPLICAS), "--max-restarts", str(10 * failures), args=args)
     began = moved = time.monotonic()
