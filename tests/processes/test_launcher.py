@@ -360,7 +360,7 @@ say("final")
 def test_the_events_tell_the_story(tmp_path: Path, script: Callable[[str], Path]) -> None:
     run(tmp_path / "run", "--replicas", "1", script=script("say('final')\n"))
     lines = (tmp_path / "run" / "events" / "launcher.jsonl").read_text().splitlines()
-    assert [json.loads(line)["event"] for line in lines] == ["spawn", "exit", "replica_done", "end"]
+    assert [json.loads(line)["event"] for line in lines] == ["start", "spawn", "exit", "replica_done", "end"]
 
 
 def patched_run(tmp_path: Path, script: Path, patch: str, *more: str) -> subprocess.CompletedProcess[str]:
