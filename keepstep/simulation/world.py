@@ -9,6 +9,7 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass
 
+from keepstep.protocol.apart import FIRST_PAUSE
 from keepstep.protocol.errors import KeepstepError
 from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
 from keepstep.protocol.messages import Decision, Kind, Role
@@ -318,12 +319,11 @@ class World:
         if self.talks:
             self.say(None, describe(decision))
         everybody = sum(not life.done for life in self.lives)  # who gave up, rightly, doesn't come back
-        if self.plan.lasting is not None:
-            everybody = (
-                1  # of each two that do not reach each other, one must stand aside, and its turn comes again and again
-            )
+        demanded = self.plan.more_steps * everybody
+        if self.plan.lasting is not None:  # of each two that do not reach each other, one must stand aside
+            everybody, demanded = 1, 2 * FIRST_PAUSE  # and is tried again meanwhile
         if self.healed and self._done_at < 0 and decision.kind is Kind.TRAIN and len(decision.workers) >= everybody:
-            self._done_at = self.judge.steps + self.plan.more_steps * everybody
+            self._done_at = self.judge.steps + demanded
 
     def _check(self) -> None:
         if 0 <= self._done_at <= self.judge.steps:

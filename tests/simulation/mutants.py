@@ -444,7 +444,7 @@ def nobody_is_waited_for_before_a_restore(patch: Patch) -> None:
     patch.setattr(quorum, "_nobody_holds_a_state", nobody)
 
 
-@mutant(500, "crash all")
+@mutant(100, "crash all", "cut off")
 def a_state_is_saved_when_it_is_committed(patch: Patch) -> None:
     """Before a decision has named it: it may be revoked, though nobody has decided so yet."""
     genuine = RankMachine._on_verdict
