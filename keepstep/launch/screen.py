@@ -19,15 +19,10 @@ PROGRESS = re.compile(r"(step: +\d+)  (loss: +\S+)(  .*  ettr: )(\S+)")  # train
 
 
 class Screen:
-    """Create it and call it in one thread; `close` at the end."""
+    """Call it in one thread; `close` at the end. Streams that are one file share a writer, so lines keep order."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._held = 0  # bytes, queued or being written
-        self._dropped = 0  # lines, since the reader last kept up
-        self._thread = threading.Thread(target=self._write, name="keepstep-screen", daemon=True)
-        self._thread.start()
+        self._writers: dict[tuple[int, int], _Writer] = {}
 
     def out(self, text: str) -> None:
         """Whole lines for standard output. Never blocks, never raises."""
@@ -40,36 +35,59 @@ class Screen:
 
     def close(self) -> None:
         """Writes what is queued; bounded in time."""
-        self._queue.put(None)
-        self._thread.join(CLOSE_S)
+        for writer in self._writers.values():
+            writer.close()
 
     def _show(self, stream: TextIO | None, text: str) -> None:
         if stream is None:
             return
         try:
             fd = stream.fileno()
+            file = os.fstat(fd)
         except (OSError, ValueError):  # not a file, or closed: whoever put it there does not block
             with contextlib.suppress(OSError, ValueError):
                 stream.write(text)
             return
-        data = text.encode(stream.encoding or "utf-8", "replace")  # a terminal of another encoding gets question marks
+        key = file.st_dev, file.st_ino
+        if key not in self._writers:
+            self._writers[key] = _Writer(fd)
+        # a terminal of another encoding gets question marks
+        self._writers[key].write(text.encode(stream.encoding or "utf-8", "replace"), text.count("\n"))
+
+
+class _Writer:
+    """One file, and the thread that may have to wait for it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._held = 0  # bytes, queued or being written
+        self._dropped = 0  # lines, since the reader last kept up
+        self._thread = threading.Thread(target=self._run, name="keepstep-screen", daemon=True)
+        self._thread.start()
+
+    def write(self, data: bytes, lines: int) -> None:
         with self._lock:
             if self._held + len(data) > HELD_MAX:
-                self._dropped += text.count("\n")
+                self._dropped += lines
                 return
             if self._dropped:
                 data = f"keepstep: {self._dropped} lines are only in the logs, nobody read them here\n".encode() + data
                 self._dropped = 0
             self._held += len(data)
-        self._queue.put((fd, data))
+        self._queue.put(data)
 
-    def _write(self) -> None:
-        while (item := self._queue.get()) is not None:
-            fd, data = item
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while (data := self._queue.get()) is not None:
             with contextlib.suppress(OSError):  # nobody reads us any more
                 rest = memoryview(data)
                 while rest:
-                    rest = rest[os.write(fd, rest) :]
+                    rest = rest[os.write(self._fd, rest) :]
             with self._lock:
                 self._held -= len(data)
 

@@ -437,6 +437,24 @@ def test_a_terminal_that_nobody_reads_stops_nothing_and_is_told_what_it_missed(m
     sys.stdout.close()
 
 
+def test_what_the_launcher_itself_says_is_shown_while_nobody_reads_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`keepstep run ... | less` in a terminal: the two streams have different readers."""
+    pipes = [os.pipe(), os.pipe()]
+    for name, (_, end) in zip(("stdout", "stderr"), pipes, strict=True):
+        monkeypatch.setattr(sys, name, os.fdopen(end, "w"))
+    screen = Screen()
+    screen.out("x" * (1 << 19) + "\n")  # more than its pipe takes
+    screen.error("keepstep: replica 1 is given up\n")
+    assert select.select([pipes[1][0]], [], [], 30)[0]
+    assert os.read(pipes[1][0], 1000) == b"keepstep: replica 1 is given up\n"
+    while select.select([pipes[0][0]], [], [], 1.0)[0]:
+        os.read(pipes[0][0], 1 << 20)
+    screen.close()
+    for name, (reader, _) in zip(("stdout", "stderr"), pipes, strict=True):
+        getattr(sys, name).close()
+        os.close(reader)
+
+
 def test_replicas_are_restarted_while_nobody_reads_what_the_launcher_says(
     tmp_path: Path, script: Callable[[str], Path]
 ) -> None:
