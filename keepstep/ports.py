@@ -89,7 +89,7 @@ class CheckpointStorage(Protocol):
         ...
 
     def find(self) -> tuple[Checkpoint, ...]:
-        """The complete ones that fit this job, newest first. A thread that may wait for storage."""
+        """The complete ones that fit this job, newest first; OSError if nobody can know. A thread that may wait for storage."""
         ...
 
     def save(self, state: StateName, ledger: LedgerState, done: Callable[[bool, str], None]) -> None:

@@ -82,12 +82,14 @@ class LeaderShell:
         fault: Callable[[Phase, int | None], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
-        """`again`: this replica has lived before, so the store must know the job. `find`: complete checkpoints; it may hang."""
+        """`again`: this replica has lived before, so the store must know the job. `find`: complete checkpoints; it may hang,
+        or raise OSError."""
         self.machine = LeaderMachine(settings)
         self.policy = policy
         self._store, self._tree = store, tree
         self._emit, self._fault, self._on_fatal = emit, fault, on_fatal
         self._record, self._again, self._find = record, again, find
+        self._blind = False  # the storage of checkpoints does not answer
         self._hellos: dict[Rank, Hello] = {}
         self._view: StoreView | None = None
         self._tell: asyncio.Queue[Tell | TellDecided] = asyncio.Queue()
@@ -155,7 +157,7 @@ class LeaderShell:
         await self._persist(lambda: self._store.claim_job(record, known=self._again))
         await self._persist(lambda: self._store.put_endpoints(settings.replica_id, settings.incarnation, endpoints))
         if self._find is not None:
-            first = asyncio.ensure_future(self._find_checkpoints(self._find))
+            first = asyncio.ensure_future(self._find_first(self._find))
             await asyncio.wait({first}, timeout=FIRST_FIND_S if self._again else None)
             self._tasks.append(asyncio.create_task(self._guard(self._finder(self._find, first))))
         for hello in ranks:
@@ -168,10 +170,24 @@ class LeaderShell:
             if self.machine.running is None and not self.machine.over:
                 await self._find_checkpoints(find)
 
-    async def _find_checkpoints(self, find: Callable[[], tuple[Checkpoint, ...]]) -> None:
-        found = await in_thread(find, "keepstep-find")
+    async def _find_first(self, find: Callable[[], tuple[Checkpoint, ...]]) -> None:
+        """Until it is known what there is. A job that took checkpoints it cannot see for none would begin anew beside them."""
+        while not await self._find_checkpoints(find):  # noqa: ASYNC110  (nothing tells us when storage is back)
+            await asyncio.sleep(FIND_S)
+
+    async def _find_checkpoints(self, find: Callable[[], tuple[Checkpoint, ...]]) -> bool:
+        """Whether the storage has answered."""
+        try:
+            found = await in_thread(find, "keepstep-find")
+        except OSError as error:
+            if not self._blind:
+                log.warning("checkpoints cannot be looked for, trying again every %g s: %s", FIND_S, error)
+            self._blind = True
+            return False
+        self._blind = False
         if not self._closed:
             self._carry_out(self.machine.on_checkpoints(found))
+        return True
 
     def _on_view(self, view: StoreView) -> None:
         if self._closed:

@@ -116,12 +116,11 @@ class Checkpointer:
     # --- finding ----------------------------------------------------------------------------------------------
 
     def find(self) -> tuple[Checkpoint, ...]:
-        """Complete checkpoints of this job that can be read here, newest first. Any thread; reads the directory."""
-        try:
-            found = [each for each in self._store.found() if not self._misfit(each)]
-        except OSError as error:
-            log.warning("checkpoints cannot be looked for in %s: %s", self._store.root, error)
-            return ()
+        """Complete checkpoints of this job that can be read here, newest first. Any thread; reads the directory.
+
+        Raises OSError where the storage does: that is another answer than none.
+        """
+        found = [each for each in self._store.found() if not self._misfit(each)]
         self._found = {each.checkpoint.name: each for each in found}
         return tuple([each.checkpoint for each in found])
 
@@ -130,7 +129,7 @@ class Checkpointer:
         try:
             found = self._store.found()
         except OSError:
-            return  # `find` says so
+            return  # the leader says so, and waits
         problem = self._misfit(found[0]) if found else ""
         if not problem:
             for each in found[:1]:

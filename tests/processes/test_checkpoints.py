@@ -93,6 +93,28 @@ def test_everything_dies_with_the_store_and_the_job_goes_on_from_files_with_anot
     check(history(killed, more, last), last, 60, replicas=3, ranks=2, options=(*ARGS, "--steps", "60"))
 
 
+def test_a_job_does_not_begin_anew_while_the_storage_cannot_say_what_there_is(
+    tmp_path: Path, checkpoints: list[str]
+) -> None:
+    """An error is another answer than "none": taken for that, the job would train from step 0 beside its own checkpoints."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(first, "--replicas", "2", *checkpoints, args=(*ARGS, "--steps", "25"))
+    broken = tmp_path / "checkpoints" / "000000099-99-broken"
+    broken.symlink_to(broken)  # whoever looks gets ELOOP
+    process = start(second, "--replicas", "2", *checkpoints, args=(*ARGS, "--steps", "40"))
+    try:
+        logs = second / "logs"
+        wait_until(lambda: all("cannot be looked for" in log.read_text() for log in logs.glob("replica?-rank0.log"))
+                   and len(list(logs.glob("replica?-rank0.log"))) == 2)  # fmt: skip
+        assert not [e for e in read_events(second) if e["event"] == "decision"]
+        broken.unlink()
+    finally:
+        result = finish(process, second, 120)
+    assert result.code == 0, result.output
+    assert result.decisions[0]["restore"] is not None
+    assert [d["step"] for d in result.committed()] == list(range(20, 40))
+
+
 def test_every_replica_dies_and_the_job_goes_on_from_the_newest_checkpoint(
     tmp_path: Path, checkpoints: list[str]
 ) -> None:
