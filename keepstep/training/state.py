@@ -346,6 +346,12 @@ class TrainingState:
     def live(self) -> StateName | None:
         return self._live
 
+    @property
+    def kept(self) -> bool:
+        """Whether a reader in this process still needs the live state."""
+        with self._changed:
+            return self._live is not None and self._live in self._kept.values()
+
     def load(self, manifest: bytes, data: bytearray | memoryview) -> None:
         """Overwrites model, optimizer and extra parts with fetched bytes. Call between before_write and after_write.
 

@@ -37,7 +37,7 @@ from keepstep.protocol.learning_rate import factor
 from keepstep.protocol.messages import Decision, LedgerState
 from keepstep.runtime.engine_events import EngineSettings
 from keepstep.runtime.faults import Phase
-from keepstep.runtime.phases import DATA_WAIT, DISCARDED, WAIT, Phases
+from keepstep.runtime.phases import CKPT_BLOCKING, DATA_WAIT, DISCARDED, WAIT, Phases
 from keepstep.runtime.rank import DataPlane, Given
 from keepstep.training.buckets import Buckets
 from keepstep.training.checkpoint import make_checkpointer
@@ -326,9 +326,11 @@ class Training:
         decision = order.decision
         if self.state.live != decision.start:
             raise InvariantViolation(f"decision {decision.seq} starts from {decision.start}, we hold {self.state.live}")
-        started = time.monotonic()
+        started, saving = time.monotonic(), self.state.kept
         copied = self.state.before_write()
         copy_s = time.monotonic() - started
+        if saving:
+            self.phases.note(CKPT_BLOCKING, started, started + copy_s)
         weight, loss = self.buckets.to_gradients([buffer.target for buffer in given.reduced])  # type: ignore[attr-defined]
         if weight:
             self._optimize(decision)

@@ -127,6 +127,23 @@ def test_no_reader_loses_what_only_another_one_has_read(
     assert healthy.state.read(name(1), kept, len(want[1])) == want[1][kept:]
 
 
+def test_it_is_known_while_the_live_state_is_kept_for_ourselves() -> None:
+    """So that time spent on a copy counts as held up by a checkpoint, and only then."""
+    source = Replica(0)
+    source.state.after_write(name(0))
+    source.state.serve({reader(): name(0)})
+    assert not source.state.kept
+    source.state.keep(reader("us"), name(0))
+    assert source.state.kept
+    source.state.before_write()
+    assert not source.state.kept, "it is overwritten: its copy is kept, not the live one"
+    source.state.after_write(name(1))
+    assert not source.state.kept
+    source.state.keep(reader("us"), name(1))
+    source.state.keep(reader("us"), None)
+    assert not source.state.kept
+
+
 def test_the_same_readers_again_are_no_news() -> None:
     """Every decision names them: what they have read is not copied again and again."""
     healthy = Replica(0)
