@@ -38,7 +38,8 @@ def run(
     ] = None,
     token_file: Annotated[Path | None, typer.Option(help="file with the job's secret [default: made up]")] = None,
     min_replicas: Annotated[int, typer.Option(help="wait when fewer could train")] = 1,
-    max_restarts: Annotated[int, typer.Option(help="of one replica")] = 20,
+    max_restarts: Annotated[int, typer.Option(help="of one replica, within --restart-window")] = 20,
+    restart_window: Annotated[float, typer.Option(help="seconds")] = 3600.0,
     finish_grace: Annotated[float, typer.Option(help="seconds for the rest to end, once one has")] = 30.0,
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="save states here and go on from the newest; all replicas must reach it")
@@ -66,6 +67,7 @@ def run(
         token_file=token_file,
         min_replicas=min_replicas,
         max_restarts=max_restarts,
+        restart_window_s=restart_window,
         finish_grace_s=finish_grace,
         faults=tuple(fault or ()),
         checkpoint_dir=checkpoint_dir,

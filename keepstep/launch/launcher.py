@@ -22,6 +22,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVarTuple
 
 from keepstep.launch.etcd_keeper import EtcdKeeper
@@ -65,7 +66,8 @@ class Launcher:
 
     def __init__(self, settings: LaunchSettings, screen: Screen) -> None:
         self.settings, self._screen = settings, screen
-        self.replicas = [Replica(i, History(settings.max_restarts)) for i in range(settings.replicas)]
+        history = partial(History, settings.max_restarts, settings.restart_window_s)
+        self.replicas = [Replica(i, history()) for i in range(settings.replicas)]
         self._events = EventLog(settings.run_dir / "events" / "launcher.jsonl", {})
         self._etcd: EtcdKeeper | None = None
         self._store: EtcdStore | None = None
@@ -308,7 +310,13 @@ class Launcher:
     def _restart(self, replica: Replica, life: Life) -> None:
         trained = self._has(life, b'"event": "commit"')
         self._trained = self._trained or trained
-        answer = replica.history.after(life.cause, killed=life.killed, trained=trained, job_has_trained=self._trained)
+        answer = replica.history.after(
+            life.cause,
+            killed=life.killed,
+            trained=trained,
+            job_has_trained=self._trained,
+            now=asyncio.get_running_loop().time(),
+        )
         if isinstance(answer, GiveUp):
             self._give_up(replica, answer.reason)
         else:

@@ -1,14 +1,20 @@
-"""Whether a replica gets another life: pure, one history a replica.
+"""Whether a replica gets another life: pure, one history a replica. Time is an argument (seconds of one monotonic clock).
 
-A life that has trained a step was worth its start, and the next begins at once. Lives in a row that trained nothing begin after
-growing pauses, and end when they end for the same reason (unless that was a signal from outside) or too often: a crash loop must
-not hide its cause in a thousand restarts.
+A life that has trained a step was worth its start, and the next begins at once. A crash loop must not hide its cause in a
+thousand restarts, so pauses grow, and it ends:
+
+    lives in a row that trained nothing             pauses grow; the end when they fail alike (unless by a signal), or too often
+    lives that train a little and then fail alike   pauses grow
+    any lives                                       the end after `max_restarts` within `window_s`: a budget that refills, since a
+                                                    job of months has more failures than any number that would stop a loop
 """
 
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 FRUITLESS_MAX = 5
+ALIKE_FREE = 2  # failures alike, of lives that trained, before the next one has to wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +36,49 @@ class History:
     """The lives of one replica so far."""
 
     max_restarts: int
+    window_s: float
     lives: int = 0
     fruitless: list[str] = field(default_factory=list)  # why lives in a row ended that had trained nothing
+    alike: int = 0  # failures in a row with one cause, and no signal from outside
     first_cause: str = ""  # why the first life failed that was not just killed
+    last_cause: str = ""
+    recent: deque[tuple[float, str]] = field(
+        default_factory=deque
+    )  # restarts within the window: when, and after which failure
 
-    def after(self, cause: str, *, killed: bool, trained: bool, job_has_trained: bool) -> Restart | GiveUp:
+    def after(self, cause: str, *, killed: bool, trained: bool, job_has_trained: bool, now: float) -> Restart | GiveUp:
         """A life has failed because of `cause`."""
         if not killed:
             self.first_cause = self.first_cause or cause
+        self.alike = 0 if killed else self.alike + 1 if cause == self.last_cause else 1
+        self.last_cause = cause
         self.fruitless = [] if trained else [*self.fruitless, cause]
         again = len(self.fruitless) >= (3 if job_has_trained else 2) and self.fruitless[-1] == self.fruitless[-2]
         if (again and not killed) or len(self.fruitless) >= FRUITLESS_MAX:
             return self.give_up(f"{len(self.fruitless)} lives in a row ended before they had trained a step: {cause}")
-        if self.lives > self.max_restarts:
-            return self.give_up(f"it has been restarted {self.max_restarts} times (--max-restarts)")
-        return Restart(PAUSES_S[min(len(self.fruitless), len(PAUSES_S) - 1)])
+        while self.recent and self.recent[0][0] <= now - self.window_s:
+            self.recent.popleft()
+        if len(self.recent) >= self.max_restarts:
+            return self._spent(cause)
+        self.recent.append((now, cause))
+        return Restart(PAUSES_S[min(max(len(self.fruitless), self.alike - ALIKE_FREE, 0), len(PAUSES_S) - 1)])
+
+    def _spent(self, cause: str) -> GiveUp:
+        """The budget is used up: a crash loop, unless the failures have nothing in common."""
+        causes = Counter([*(earlier for _, earlier in self.recent), cause])
+        said, times = causes.most_common(1)[0]
+        of = f"{times} of {causes.total()} failures said: {said}" if times > 1 else f"its last failure said: {cause}"
+        return self.give_up(
+            f"it has been restarted {len(self.recent)} times in {self.window_s:g} s (--max-restarts, --restart-window); {of}"
+        )
 
     def give_up(self, reason: str) -> GiveUp:
         """Names the first failure too: what comes later is often only its consequence."""
         if self.first_cause and self.first_cause not in reason:
             reason = f"{reason} (its first failure said: {self.first_cause})"
         return GiveUp(reason)
+
+    def forgive(self) -> None:
+        """Somebody asked for another life: what came before is no reason against it."""
+        self.fruitless, self.alike, self.first_cause, self.last_cause = [], 0, "", ""
+        self.recent.clear()

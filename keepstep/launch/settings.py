@@ -32,7 +32,8 @@ class LaunchSettings:
     store: str | None  # None: the embedded one
     token: bytes | None  # None: a random one
     min_replicas: int
-    max_restarts: int  # of one replica
+    max_restarts: int  # of one replica, within
+    restart_window_s: float
     finish_grace_s: float  # for the rest to end, once a replica or a rank of it has
     faults: tuple[str, ...]
     checkpoint_dir: Path | None
@@ -52,6 +53,7 @@ class LaunchSettings:
         token_file: Path | None = None,
         min_replicas: int = 1,
         max_restarts: int = 20,
+        restart_window_s: float = 3600.0,
         finish_grace_s: float = 30.0,
         faults: tuple[str, ...] = (),
         checkpoint_dir: Path | None = None,
@@ -64,6 +66,7 @@ class LaunchSettings:
             ("--ranks-per-replica", ranks, 1),
             ("--min-replicas", min_replicas, 1),
             ("--max-restarts", max_restarts, 0),
+            ("--restart-window", restart_window_s, 0),
             ("--finish-grace", finish_grace_s, 0),
             ("--checkpoint-every", checkpoint_every, 1),
             ("--keep-checkpoints", keep_checkpoints, 1),
@@ -102,6 +105,7 @@ class LaunchSettings:
             token=token,
             min_replicas=min_replicas,
             max_restarts=max_restarts,
+            restart_window_s=restart_window_s,
             finish_grace_s=finish_grace_s,
             faults=faults,
             checkpoint_dir=None if checkpoint_dir is None else checkpoint_dir.resolve(),

@@ -195,6 +195,26 @@ def test_a_crash_loop_ends_and_names_its_cause(tmp_path: Path, script: Callable[
     assert max(e["life"] for e in result.of("spawn")) == 2
 
 
+def test_a_crash_loop_that_trains_a_little_uses_up_its_budget_and_is_named(
+    tmp_path: Path, script: Callable[[str], Path]
+) -> None:
+    body = """
+if replica == 0:
+    print("RuntimeError: the disk is odd" if life == 1 else "RuntimeError: out of memory", flush=True)
+    sys.exit(1)
+while "gave_up" not in (run_dir / "events" / "launcher.jsonl").read_text():
+    threading.Event().wait(0.01)
+say("final")
+"""
+    result = run(tmp_path / "run", "--replicas", "2", "--max-restarts", "3", script=script(body))
+    assert result.code == 0, result.output
+    assert sorted(e["life"] for e in result.of("spawn") if e["replica"] == 0) == [1, 2, 3, 4]
+    assert (
+        "replica 0 is given up: it has been restarted 3 times in 3600 s (--max-restarts, --restart-window); 3 of 4 "
+        "failures said: RuntimeError: out of memory (its first failure said: RuntimeError: the disk is odd)"
+    ) in result.output
+
+
 def test_exit_code_93_is_not_restarted_and_the_others_go_on(tmp_path: Path, script: Callable[[str], Path]) -> None:
     body = """
 if replica == 0:

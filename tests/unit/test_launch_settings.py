@@ -72,6 +72,7 @@ def test_a_made_up_job_is_one_word(tmp_path: Path) -> None:
         ({"min_replicas": 0}, "--min-replicas must be at least 1, got 0"),
         ({"min_replicas": 3}, "--min-replicas 3 can never be reached with --replicas 2"),
         ({"max_restarts": -1}, "--max-restarts must be at least 0, got -1"),
+        ({"restart_window_s": float("nan")}, "--restart-window must be at least 0, got nan"),
         ({"finish_grace_s": -1.0}, "--finish-grace must be at least 0, got -1.0"),
         ({"finish_grace_s": float("nan")}, "--finish-grace must be at least 0, got nan"),
         ({"job": "a/b"}, "--job must be one word"),
