@@ -90,9 +90,10 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """Leave the training loop."""
+    """Leave the training loop: the job is complete, or has failed (`error`), or this was asked for (`left`)."""
 
     error: str = ""
+    left: str = ""
 
 
 Order = Begin | Train | Apply | LoadState | Leave
@@ -233,7 +234,7 @@ class RankMachine:
                 return (BreakRing(quorum_id=message.quorum_id, suspect=message.suspect, reason=message.reason),)
             case Finish():
                 self.left = True
-                return (GiveOrder(order=Leave(error=message.error)),)
+                return (GiveOrder(order=Leave(error=message.error, left=message.left)),)
 
     def _on_decided(self, message: Decided) -> tuple[Effect, ...]:
         decision = message.decision

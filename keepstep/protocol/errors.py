@@ -12,6 +12,7 @@
     ├── CheckpointCorrupt      a checkpoint is not what its manifest says. Recoverable: an older one is tried
     ├── StoreError             the store is unreachable or refused us
     ├── JobOver                the job has ended while this process was away; nothing is left to do
+    │   └── Left               this replica has left the job, or the whole job has stopped, because somebody asked for it
     ├── ReplicaLost            another rank of this replica is gone
     ├── NoStateLeft            no living replica holds a state of the job and there is no checkpoint
     └── InvariantViolation     the impossible happened: crash this replica loudly, restart is well tested
@@ -93,6 +94,10 @@ class StoreError(KeepstepError):
 
 class JobOver(KeepstepError):
     """The job ended while this process was away."""
+
+
+class Left(JobOver):
+    """Somebody asked this replica to leave, or the job to stop: it is not complete, and this is no failure."""
 
 
 class NoStateLeft(KeepstepError):

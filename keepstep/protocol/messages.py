@@ -94,7 +94,7 @@ class Report:
     broken: bool = False  # a link of our ring failed under decision `answers`
     cut_off: tuple[ReplicaId, ...] = ()  # neighbours in that ring to or from whom our own link failed
     finished: bool = False  # `state` is the job's last (all units committed, or max_steps)
-    leaving: bool = False  # wants out at this step boundary
+    leaving: bool = False  # was asked to leave: wants out at this step boundary
     layout_digest: str = ""  # of the buckets: names, shapes, dtypes
     checkpoint: Checkpoint | None = None  # the newest complete one that can be reached from here
     saving: bool = False  # a checkpoint is still being written here
@@ -144,6 +144,7 @@ class Decision:
     restore: Checkpoint | None = (
         None  # GATHER only: nobody alive holds a state, so the members load this one as the base
     )
+    stopped: bool = False  # END only: the job was asked to stop, and is not complete
 
     @property
     def start(self) -> StateName:
@@ -192,6 +193,18 @@ class Peer:
     endpoint: Endpoint
 
 
+# --- the store, operators -> leaders and launchers ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What somebody wants of a replica, or of the whole job. It stands until the next one about the same."""
+
+    request_id: str  # tells a request from one before that asked for the same
+    leave: bool  # False: come back
+    by: str  # who asked, for people
+
+
 # --- control tree, leader -> ranks -----------------------------------------------------------------------------
 
 
@@ -238,9 +251,10 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """Leave the training loop. `error` non-empty: raise it."""
+    """Leave the training loop. `error` non-empty: raise it. `left` non-empty: it was asked for, and the job is not complete."""
 
     error: str = ""
+    left: str = ""
 
 
 Downward = Decided | Load | Verdict | StartOver | Abort | Finish

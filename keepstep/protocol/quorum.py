@@ -61,6 +61,7 @@ class View:
     dead: frozenset[Incarnation] = frozenset()  # the launcher saw them exit; their lease may still run
     announced: frozenset[ReplicaId] = frozenset()  # the launcher has (re)started them; no report yet
     lost_at: int = 0  # ns, when this decider last saw a report go, or its life end
+    stopping: bool = False  # somebody has asked the job to stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +113,10 @@ def decide(view: View, policy: Policy, *, now: int) -> Decision | Wait | Halt:
         live=live,
         answers=(answers := {i: s for i, s in live.items() if _answers(s.report, last_seq)}),
         reports=[answers[i].report for i in sorted(answers)],
-        expected=view.announced | live.keys(),
+        expected=(view.announced | live.keys()) - {i for i, s in live.items() if s.report.leaving},
         dead=view.dead,
         lost_at=view.lost_at,
+        stopping=view.stopping,
     )
     if case.last is None:
         return _first(case)
@@ -133,9 +135,10 @@ class _Case:
     live: Mapping[ReplicaId, SeenReport]
     answers: Mapping[ReplicaId, SeenReport]  # those of the living that answer `last`
     reports: Sequence[Report]  # the same, by replica
-    expected: frozenset[ReplicaId]  # announced or living
+    expected: frozenset[ReplicaId]  # announced or living, and not about to leave
     dead: frozenset[Incarnation]
     lost_at: int
+    stopping: bool
 
     @property
     def seq(self) -> Seq:
@@ -159,6 +162,8 @@ def _answers(report: Report, last: Seq) -> bool:
 
 def _first(case: _Case) -> Decision | Wait | Halt:
     policy, reports = case.policy, case.reports
+    if case.stopping:
+        return Halt(reason="the job was asked to stop before it began")
     if not reports:
         return Wait(reason=f"no replica has reported yet, {policy.num_replicas} are expected")
     misfit = _misfit(reports[:1], reports[1:])
@@ -228,7 +233,7 @@ def _next(case: _Case, last: Decision) -> Decision | Wait | Halt:
     misfit = _misfit(holders, others)
     if misfit is not None:
         return misfit
-    staying = [r for r in holders if not r.leaving] or holders  # the only holder leaves when another one holds it
+    staying = _staying(holders, case.policy.min_replicas)
     plan = _Plan(
         start=state,
         ancestry=tuple(on_chain[place + 1 :][: case.policy.ancestry_max]),
@@ -239,7 +244,17 @@ def _next(case: _Case, last: Decision) -> Decision | Wait | Halt:
     reason = why(last, state, (r.replica_id for r in staying))
     if any(r.finished for r in staying) or (plan.ledger is not None and complete(plan.ledger)):
         return _finish(case, last, plan)
+    if case.stopping:  # at this boundary: the members hold `state`, and it is named as a base, so that it may be kept
+        return replace(_decision(case, plan, Kind.END, f"{reason}; the job was asked to stop", {}), stopped=True)
     return _train_or_gather(case, plan, reason)
+
+
+def _staying(holders: Sequence[Report], least: int) -> list[Report]:
+    """Who of the holders does not leave now. So many are needed that the state is not lost and training does not wait: those
+    leave once others hold it."""
+    wanted = sum(not r.leaving for r in holders)
+    needed = [r for r in holders if r.leaving][: max(0, least - wanted)]
+    return [r for r in holders if not r.leaving or r in needed]
 
 
 def _holds(report: Report, state: StateName) -> bool:

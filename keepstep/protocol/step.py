@@ -2,7 +2,8 @@
 
     hellos of all ranks ──> REPORTED ──decision with us──> RUNNING ──all votes yes──> commit ─┐
                                ^  ^                           │                               │
-                               │  └──── decision without us ──┤ (superseded: give the step up)│
+                               │  └──── decision without us ──┤ (superseded: give the step up;│
+                               │                              │  asked to leave: leave)       │
                                │                              └──any vote no──> retry ────────┤
                                └───────────────── report again, answering that decision ──────┘
 
@@ -117,6 +118,7 @@ class LeaderMachine:
         self.ledger: LedgerState | None = None
         self.running: Decision | None = None
         self.over = False
+        self.leaving = False  # we were asked to leave the job
         self._last_seen = NO_DECISION
         self._hellos: dict[Rank, Hello] = {}
         self._votes: dict[Rank, Vote] = {}
@@ -171,6 +173,10 @@ class LeaderMachine:
         if self.running is not None and self.running.kind is Kind.TRAIN:
             effects.append(self._verdict(commit=False, reason=f"superseded by decision {decision.seq}"))
         self.running = None
+        if self.leaving:
+            self.over = True
+            words = f"replica {self.settings.replica_id} leaves the job before step {decision.step}, as it was asked to"
+            return (*effects, Tell(message=Finish(left=words)))
         return (*effects, *self._after_verdict())
 
     def _adopt(self, decision: Decision, me: Member) -> tuple[Effect, ...]:
@@ -218,7 +224,17 @@ class LeaderMachine:
     def _end(self, decision: Decision, me: Member | None) -> tuple[Effect, ...]:
         self.over = True
         self.running = None
-        return (Tell(message=Finish(error="" if me is not None else f"the job has ended: {decision.reason}")),)
+        if me is None:
+            return (Tell(message=Finish(error=f"the job has ended: {decision.reason}")),)
+        left = f"the job stops before step {decision.step}, as it was asked to" if decision.stopped else ""
+        return (Tell(message=Finish(left=left)),)
+
+    def on_asked(self, *, leave: bool) -> tuple[Effect, ...]:
+        """Somebody wants this replica out of the job, or not any more. It goes when a decision does without it."""
+        if self.over or leave is self.leaving:
+            return ()
+        self.leaving = leave
+        return self._report() if self._ready and self.running is None else ()  # else the end of the step will say so
 
     def on_members_lost(self, decision: Decision, lost: frozenset[ReplicaId]) -> tuple[Effect, ...]:
         """These members of `decision` have been gone for a moment, says the store; their links should have told us.
@@ -400,6 +416,7 @@ class LeaderMachine:
             broken=self._broken,
             cut_off=tuple(sorted(self._cut_off)),
             finished=self.state is not None and ledger is not None and self.settings.finished(self.state.step, ledger),
+            leaving=self.leaving,
             layout_digest=layout_digest(self._hellos[Rank(r)] for r in range(self.settings.size)),
             checkpoint=self._checkpoint,
             saving=self._saving is not None,

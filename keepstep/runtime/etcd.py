@@ -7,6 +7,7 @@
     keepstep/JOB/endpoints/REPLICA/LIFE where its ranks listen
     keepstep/JOB/dead/LIFE              a launcher saw this incarnation exit
     keepstep/JOB/announced/REPLICA      a launcher has started it; under the launcher's lease
+    keepstep/JOB/requests/REPLICA       somebody wants it to leave, or to come back; requests/job: the job to stop
 
 Values are JSON. What cannot be read is refused (`etcd_view`). Liveness is the store's own: leases, never clocks of two
 hosts. When the store goes away (its end is seen at once, its silence within QUIET_S + ANSWER_S) the last view stays, and
@@ -29,7 +30,7 @@ from aetcd import rpc
 
 from keepstep.protocol.errors import ConfigError, JobMismatch, NoStateLeft, RemoteProtocolError, StoreError
 from keepstep.protocol.ids import Incarnation, ReplicaId
-from keepstep.protocol.messages import Decision, Endpoint, Report
+from keepstep.protocol.messages import Decision, Endpoint, Report, Request
 from keepstep.runtime.etcd_lease import CALL_S, Lease
 from keepstep.runtime.etcd_members import WITH_A_LEADER, Members, is_away
 from keepstep.runtime.etcd_view import Reading, StoreView
@@ -70,7 +71,7 @@ class EtcdStore:
 
     def __init__(self, members: Members, job: str, lease_s: float) -> None:
         self._members, self.job = members, job
-        self._root = f"keepstep/{job}/".encode()
+        self._root = self._watched = f"keepstep/{job}/".encode()
         self._lease = Lease(lambda: self.client, self.call, lease_s)
         self._endpoints: dict[tuple[ReplicaId, Incarnation], tuple[Endpoint, ...]] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -206,6 +207,22 @@ class EtcdStore:
         for life in incarnations:
             await self.call(self.client.put(self._root + f"dead/{life}".encode(), b"{}"))
 
+    # --- what operators want ----------------------------------------------------------------------------------
+
+    async def job_record(self) -> JobRecord | None:
+        """What the replicas agree on; None: the store does not know this job."""
+        got = await self.call(self.client.get(self._root + b"job"))
+        return None if got is None else self._record(got)
+
+    async def ask(self, replica_id: ReplicaId | None, request: Request) -> None:
+        """Of one replica, or (None) of the whole job. It stands, whoever is alive to hear it."""
+        name = "job" if replica_id is None else f"{replica_id}"
+        await self.call(self.client.put(self._root + f"requests/{name}".encode(), encode(request)))
+
+    async def forget_requests(self) -> None:
+        """A new run begins: what was asked of an earlier one does not count."""
+        await self.call(self.client.delete_prefix(self._root + b"requests/"))
+
     # --- one replica ------------------------------------------------------------------------------------------
 
     async def put_report(self, report: Report) -> None:
@@ -247,8 +264,12 @@ class EtcdStore:
 
     # --- watching ---------------------------------------------------------------------------------------------
 
-    async def watch(self, on_change: Callable[[StoreView], None]) -> None:
-        """Reads everything, calls `on_change` at once, and again after every change, for as long as the store is open."""
+    async def watch(self, on_change: Callable[[StoreView], None], *, only: str = "") -> None:
+        """Reads everything, calls `on_change` at once, and again after every change, for as long as the store is open.
+
+        `only`: of the keys below this one, without the rest of the job.
+        """
+        self._watched = self._root + only.encode()
         revision = await self._read_all()
         on_change(self._reading.view())
         self._watch = asyncio.get_running_loop().create_task(self._follow(on_change, revision))
@@ -259,7 +280,7 @@ class EtcdStore:
         return self._reading.view()
 
     async def _read_all(self, *, anew: bool = False) -> int:
-        got = await self.call(self.client.get_prefix(self._root))
+        got = await self.call(self.client.get_prefix(self._watched))
         revision = int(got.header.revision)
         if anew or self._watch is None or revision >= self._reading.newest:  # else the watch knows more already
             self._reading.replace_all(list(got), revision)
@@ -305,10 +326,10 @@ class EtcdStore:
         client = self.client
         await self.call(client.connect())
         stream = rpc.WatchStub(client.channel).Watch(metadata=WITH_A_LEADER)
-        end = self._root[:-1] + bytes([self._root[-1] + 1])
+        end = self._watched[:-1] + bytes([self._watched[-1] + 1])
         reading: asyncio.Future[Any] | None = None
         try:
-            request = rpc.WatchCreateRequest(key=self._root, range_end=end, start_revision=revision + 1)
+            request = rpc.WatchCreateRequest(key=self._watched, range_end=end, start_revision=revision + 1)
             await self.call(stream.write(rpc.WatchRequest(create_request=request)))
             while True:
                 reading = asyncio.ensure_future(stream.read())

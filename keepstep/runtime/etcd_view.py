@@ -6,14 +6,15 @@ every time. One asyncio loop; no I/O.
 
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from aetcd import rpc
 
 from keepstep.protocol.errors import RemoteProtocolError
 from keepstep.protocol.ids import Incarnation, ReplicaId
-from keepstep.protocol.messages import Decision, Report
+from keepstep.protocol.messages import Decision, Report, Request
 from keepstep.protocol.sense import problem_of_decision, problem_of_report
 from keepstep.runtime.refusals import Refusals
 from keepstep.runtime.wire import decode
@@ -31,7 +32,7 @@ class KeyValue:
     mod_revision: int
 
 
-def _value_of(name: bytes, value: bytes) -> Decision | Report | None:
+def _value_of(name: bytes, value: bytes) -> Decision | Report | Request | None:
     """What we read the key for; None: for its being there. Raises RemoteProtocolError."""
     if len(value) > MAX_VALUE:
         raise RemoteProtocolError(f"it has {len(value)} bytes, at most {MAX_VALUE} can be right")
@@ -47,6 +48,8 @@ def _value_of(name: bytes, value: bytes) -> Decision | Report | None:
         if problem:
             raise RemoteProtocolError(f"this report cannot be meant: {problem}")
         return report
+    if name.startswith(b"requests/"):
+        return decode(value, Request)
     return None
 
 
@@ -61,6 +64,8 @@ class StoreView:
     dead: frozenset[Incarnation]
     announced: frozenset[ReplicaId]
     connected: bool
+    requests: Mapping[ReplicaId | None, Request] = field(default_factory=dict)  # None: of the whole job
+    launched: bool = False  # a `keepstep run` lives that starts the replicas
 
 
 class Reading:
@@ -98,7 +103,7 @@ class Reading:
 
     def _put(self, kv: Any) -> None:
         known, name = self._raw.get(kv.key), kv.key.removeprefix(self._root)
-        read = name == b"decision" or name.startswith((b"reports/", b"endpoints/"))
+        read = name == b"decision" or name.startswith((b"reports/", b"endpoints/", b"requests/"))
         kept = kv.value if read and len(kv.value) <= MAX_VALUE else b""
         self._raw[kv.key] = KeyValue(kv.key, kept, kv.mod_revision)
         if known is not None and known.value == kept:
@@ -130,7 +135,17 @@ class Reading:
             dead=frozenset(Incarnation(name) for name in self._names(b"dead/")),
             announced=frozenset(ReplicaId(int(n)) for n in self._names(b"announced/") if _NUMBER.fullmatch(n)),
             connected=self.connected,
+            requests=self._requests(),
+            launched=self._root + b"launcher" in self._raw,
         )
+
+    def _requests(self) -> dict[ReplicaId | None, Request]:
+        found: dict[ReplicaId | None, Request] = {}
+        for name, (value, _) in self._values.items():
+            about = name.removeprefix(b"requests/").decode(errors="replace")
+            if name.startswith(b"requests/") and (about == "job" or _NUMBER.fullmatch(about)):
+                found[None if about == "job" else ReplicaId(int(about))] = value
+        return found
 
     def _names(self, folder: bytes) -> list[str]:
         prefix = self._root + folder

@@ -201,6 +201,8 @@ class LeaderShell:
         self._view = view
         if view.last is not None:
             self._carry_out(self.machine.on_decision(view.last))
+        asked = view.requests.get(self.machine.settings.replica_id)
+        self._carry_out(self.machine.on_asked(leave=asked is not None and asked.leave))
         self._watch_members(view)
         self._watch_report(view)
         self._decide()
@@ -422,4 +424,5 @@ def to_quorum_view(view: StoreView) -> quorum.View:
         reports=reports,
         dead=view.dead,
         announced=view.announced,
+        stopping=None in view.requests and view.requests[None].leave,
     )

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from keepstep.protocol.errors import ConfigError, JobOver, NoStateLeft, ReplicaLost, exit_code
+from keepstep.protocol.errors import ConfigError, JobOver, Left, NoStateLeft, ReplicaLost, exit_code
 from keepstep.protocol.ids import LEADER, Incarnation
 from keepstep.runtime.environment import Environment
 from keepstep.runtime.event_log import EventLog
@@ -83,6 +83,8 @@ def join() -> Iterator[Job]:
         except SystemExit as end:
             if not end.code:
                 _check_finished(job)
+            raise
+        except Left:
             raise
         except JobOver as over:
             job.runtime.emit("over", reason=str(over))

@@ -23,7 +23,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.protocol import ledger as ledgers
 from keepstep.protocol.catch_up import Apply, Begin, Leave, LoadState, Train
-from keepstep.protocol.errors import ConfigError, InvariantViolation, JobOver
+from keepstep.protocol.errors import ConfigError, InvariantViolation, JobOver, Left
 from keepstep.protocol.learning_rate import factor
 from keepstep.protocol.messages import Decision, LedgerState
 from keepstep.runtime.engine_events import EngineSettings
@@ -375,6 +375,8 @@ class Training:
         self._ended = self.job.finished = True
         if order.error:
             raise JobOver(order.error)
+        if order.left:
+            self._depart(order.left)
         digest = self.digest()
         self.job.runtime.emit(
             "final",
@@ -388,6 +390,13 @@ class Training:
     def log(self, **values: float) -> None:
         """Numbers to show in the next line of the log, such as `training.log(accuracy=0.7)`. Call it on every rank or on some."""
         self._progress.note({name: float(value) for name, value in values.items()})
+
+    def _depart(self, words: str) -> NoReturn:
+        """At a step boundary, on every rank. If the whole job stops, the last decision has named this state as its base, and all
+        WORKERs hold it: what is to be kept of it is written here, before the script ends."""
+        held = self.state.live is not None  # else it was still catching up
+        self.job.runtime.emit("left", step=self.next_step, reason=words, digest=self.digest() if held else None)
+        raise Left(words)
 
     def digest(self) -> str:
         """Names the replica's state: equal on two replicas iff all their ranks hold the same bits. A collective."""

@@ -51,6 +51,7 @@ def view(
     seen_at: int | dict[int, int] = NOW,
     dead: tuple[str, ...] = (),
     announced: tuple[int, ...] = (),
+    stopping: bool = False,
 ) -> View:
     def at(replica: int) -> int:
         return seen_at if isinstance(seen_at, int) else seen_at[replica]
@@ -61,6 +62,7 @@ def view(
         reports={r.replica_id: SeenReport(report=r, seen_at=at(r.replica_id)) for r in reports},
         dead=frozenset(Incarnation(d) for d in dead),
         announced=frozenset(ReplicaId(i) for i in announced),
+        stopping=stopping,
     )
 
 

@@ -233,7 +233,7 @@ def test_gathering_the_final_state() -> None:
     machine.on_fetched(state(5, 8), None)
     machine.on_message(Load(state=state(5, 8)))
     assert machine.on_held(state(5, 8)) == (SendUp(message=Loaded(rank=Rank(0), state=state(5, 8))),)
-    assert machine.on_message(Finish()) == (GiveOrder(order=Leave()),)
+    assert machine.on_message(Finish(left="asked to")) == (GiveOrder(order=Leave(left="asked to")),)
 
 
 def test_a_process_with_other_weights_never_serves_as_the_initial_state() -> None:

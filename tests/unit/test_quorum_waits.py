@@ -165,6 +165,38 @@ def test_the_only_holder_stays_until_another_one_holds_the_state() -> None:
     assert roles(decided(view(*done, last=following))) == {1: "W"}
 
 
+def test_who_is_needed_to_go_on_training_stays_until_others_hold_the_state() -> None:
+    two = replace(POLICY, min_replicas=2)
+    both = [completed(0, leaving=True), completed(1, leaving=True), completed(2)]
+    assert roles(decided(view(*both, last=L), two)) == {0: "W", 2: "W"}, "one of them can go"
+    assert roles(decided(view(*both, last=L))) == {2: "W"}
+    assert roles(decided(view(completed(1, leaving=True), completed(2), last=L, dead=("0a",)), two)) == {1: "W", 2: "W"}
+
+
+def test_nobody_waits_for_a_replica_that_leaves() -> None:
+    patient = replace(POLICY, join_wait_ns=SECOND)
+    gone = report(1, 6, OUTCOME, leaving=True)  # decision 7 was made without it
+    last = replace(L, members=tuple(m for m in L.members if m.replica_id != 1))
+    assert roles(decided(view(completed(0), gone, completed(2), last=last), patient)) == {0: "W", 2: "W"}
+    end = decided(view(finished(0), gone, finished(2), last=last))
+    assert end.kind is Kind.END
+
+
+def test_a_job_that_is_asked_to_stop_ends_at_a_boundary_that_all_have_reached() -> None:
+    late = waits(view(completed(0), report(1, 6, START), completed(2), last=L, stopping=True))
+    assert late.reason == "waiting for replica 1, alive, to answer decision 7"
+    end = decided(view(completed(0), completed(1), completed(2), last=L, stopping=True))
+    assert (end.kind, end.stopped, end.start, units(end)) == (Kind.END, True, OUTCOME, {})
+    assert roles(end) == {0: "W", 1: "W", 2: "W"}
+    complete = decided(view(*(finished(i) for i in range(3)), last=L, stopping=True))
+    assert (complete.kind, complete.stopped) == (Kind.END, False), "there is nothing left to stop"
+
+
+def test_a_job_that_is_asked_to_stop_before_it_began_does_not_begin() -> None:
+    halt = decide(view(report(0), stopping=True), POLICY, now=NOW)
+    assert halt == Halt(reason="the job was asked to stop before it began")
+
+
 # --- the end ---
 
 

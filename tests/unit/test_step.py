@@ -72,6 +72,48 @@ def test_who_has_answered_a_decision_cannot_complete_it() -> None:
     assert machine.state == state(0, 1)
 
 
+def test_who_is_asked_to_leave_goes_when_a_decision_does_without_it() -> None:
+    machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1)))
+    assert machine.on_asked(leave=True) == (), "not in the middle of a step"
+    machine.on_message(vote(0, 1))
+    report = report_of(machine.on_message(vote(1, 1))).report
+    assert (report.state, report.leaving) == (state(1, 1), True)
+    needed = decision(2, 1, 1, member(0, W, 2), quorum=2)
+    assert machine.on_decision(needed) == (TellDecided(decision=needed),), "it is still needed"
+    machine.on_message(vote(0, 2))
+    assert report_of(machine.on_message(vote(1, 2))).report.leaving
+    words = "replica 0 leaves the job before step 2, as it was asked to"
+    assert machine.on_decision(decision(3, 2, 2, member(1, W, 3))) == (Tell(message=Finish(left=words)),)
+    assert machine.over
+    assert machine.on_asked(leave=False) == (), "too late"
+
+
+def test_who_waits_for_a_decision_says_at_once_that_it_leaves_or_stays() -> None:
+    machine = ready()
+    leaves = report_of(machine.on_asked(leave=True)).report
+    assert (leaves.answers, leaves.leaving) == (0, True)
+    assert machine.on_asked(leave=True) == ()
+    assert not report_of(machine.on_asked(leave=False)).report.leaving
+    assert isinstance(machine.on_decision(decision(1, 0, 1, member(1, W, 0)))[-1], Publish), "it stays, and reports"
+
+
+def test_a_step_that_runs_on_without_a_leaving_replica_is_given_up() -> None:
+    machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1)))
+    machine.on_asked(leave=True)
+    effects = machine.on_decision(decision(2, 0, 1, member(1, W, 1)))
+    assert verdicts(effects) == [(1, False)]
+    assert isinstance(effects[-1], Tell)
+    assert isinstance(effects[-1].message, Finish)
+
+
+def test_a_job_that_was_stopped_is_left_as_one_that_is_not_complete() -> None:
+    machine = ready()
+    end = replace(decision(1, 0, 1, member(0, W), kind=Kind.END), stopped=True)
+    assert machine.on_decision(end) == (Tell(message=Finish(left="the job stops before step 0, as it was asked to")),)
+
+
 def test_a_revoked_replica_catches_up() -> None:
     machine = ready()
     machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1)))
