@@ -1,4 +1,4 @@
-"""The command line: `keepstep run`, `keepstep status`, `keepstep report`, `keepstep demo`, `keepstep version`.
+"""The command line: `keepstep run`, `status`, `report`, `drain`, `add`, `stop`, `demo`, `version`.
 
 Thin: options to settings, errors to one sentence on stderr and exit code 78. What a command needs is imported when it runs, so
 that `keepstep --help` is quick.
@@ -75,6 +75,59 @@ def run(
         keep_checkpoints=keep_checkpoints,
     )
     raise typer.Exit(launch(settings))
+
+
+RunDir = Annotated[Path | None, typer.Argument(help="the --run-dir of a run on this machine")]
+Store = Annotated[str | None, typer.Option(help="instead: etcd://HOST:PORT[,HOST:PORT...] of the job's store")]
+JobName = Annotated[str | None, typer.Option(help="with --store: the job's name")]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="file with the job's secret [default: the run's own, or KEEPSTEP_TOKEN]")
+]
+WaitS = Annotated[float, typer.Option(help="seconds to wait for it; the request stands after that, too")]
+
+
+@app.command()
+def drain(
+    replica: Annotated[int, typer.Argument(help="which one")],
+    run_dir: RunDir = None,
+    store: Store = None,
+    job: JobName = None,
+    token_file: TokenFile = None,
+    wait: WaitS = 300.0,
+) -> None:
+    """Let REPLICA leave at a step boundary: for maintenance. `keepstep add` brings it back."""
+    from keepstep.launch import operate
+
+    raise typer.Exit(operate.drain(operate.find(run_dir, store, job, token_file), replica, wait_s=wait))
+
+
+@app.command()
+def add(
+    replica: Annotated[int, typer.Argument(help="which one")],
+    run_dir: RunDir = None,
+    store: Store = None,
+    job: JobName = None,
+    token_file: TokenFile = None,
+    wait: WaitS = 300.0,
+) -> None:
+    """Bring REPLICA back, which has been drained or given up."""
+    from keepstep.launch import operate
+
+    raise typer.Exit(operate.add(operate.find(run_dir, store, job, token_file), replica, wait_s=wait))
+
+
+@app.command()
+def stop(
+    run_dir: RunDir = None,
+    store: Store = None,
+    job: JobName = None,
+    token_file: TokenFile = None,
+    wait: WaitS = 300.0,
+) -> None:
+    """Let every replica leave at the same step boundary, and end the job."""
+    from keepstep.launch import operate
+
+    raise typer.Exit(operate.stop(operate.find(run_dir, store, job, token_file), wait_s=wait))
 
 
 @app.command()

@@ -3,8 +3,11 @@
     start ──> running ──a rank exits──> the rest of that replica is killed, the store is told, a new life starts
                  │
                  ├── every replica done, or late after the first that is ──> 0
+                 ├── `keepstep stop`: every replica has left at a step boundary ──> 0
                  ├── exit code 78 (the user's mistake) before anything was trained ──> 78
                  └── no replica can go on ──> 1, with the reason
+
+`keepstep drain` and `add` reach us through the store: a replica that has left is not restarted until it is asked back.
 
 Exit codes of a rank (`protocol.errors`): 0 done; 78 do not restart, the configuration is wrong; 93 do not restart this replica;
 75 it misses another rank, which may have the cause: wait a moment for that one to end too; anything else: restart, with a
@@ -34,6 +37,7 @@ from keepstep.launch.settings import LaunchSettings
 from keepstep.launch.zygote import Zygote, ZygoteError
 from keepstep.protocol.errors import EX_CONFIG, EX_NO_RESTART, EX_REPLICA_LOST, StoreError
 from keepstep.protocol.ids import ReplicaId
+from keepstep.protocol.messages import Request
 from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.event_log import EventLog
 from keepstep.version import __version__
@@ -43,6 +47,7 @@ Ts = TypeVarTuple("Ts")
 
 PR_SET_CHILD_SUBREAPER = 36
 TRAINED_TO_THE_END = b'"event": "final"', b'"event": "over"'
+HAS_LEFT = b'"event": "left"'
 TERM_GRACE_S = 5.0
 CAUSE_S = 5.0  # for the rank that has the cause to end too, once the others miss it
 TELL_S = 20.0
@@ -54,7 +59,9 @@ class Replica:
     def __init__(self, replica_id: int, history: History) -> None:
         self.id, self.history = replica_id, history
         self.life: Life | None = None
-        self.outcome = ""  # "done" or why it was given up
+        self.outcome = ""  # "done", "left", or why it was given up
+        self.leaving = False  # it was asked to leave
+        self.request_id = ""  # of the newest request about it
 
     @property
     def over(self) -> bool:
@@ -82,6 +89,7 @@ class Launcher:
         self._first_failure = ""  # which rank
         self._signal: signal.Signals | None = None  # what ended us
         self._finishing = False  # some replica is done
+        self._stop_asked = False  # the whole job was asked to stop
         self._trained = False  # some replica has committed a step: from now on one replica's mistake is its own
 
     async def run(self) -> int:
@@ -112,6 +120,8 @@ class Launcher:
 
     def verdict(self, code: int) -> str:
         """What a run that ended with `code` came to."""
+        if code == 0 and self._stop_asked and not any(replica.outcome == "done" for replica in self.replicas):
+            return "the job was stopped, as it was asked to, and is not complete"
         if code == 0:
             return "the job is complete"
         if self._signal is not None:
@@ -150,6 +160,9 @@ class Launcher:
             token_check=EtcdStore.token_check(settings.job, token),
         )
         await self._store.claim_job(record)
+        await self._store.forget_requests()
+        await self._store.watch(lambda view: self._guarded(self._on_requests, view.requests), only="requests/")
+        write_about(settings, url)
         self._env = settings.environment(os.environ, url, self._token_file)
 
     def _start(self, replica: Replica) -> None:
@@ -192,6 +205,66 @@ class Launcher:
                 self._zygote.close()
                 self._zygote = None
         return start_cold(args, env, output, listener)
+
+    # --- what operators want ----------------------------------------------------------------------------------
+
+    def _on_requests(self, requests: Mapping[ReplicaId | None, Request]) -> None:
+        """The leaders read them too: theirs is when to leave, ours whether anything is started again."""
+        stop = requests.get(None)
+        if stop is not None and stop.leave and not self._stop_asked:
+            self._stop_asked = True
+            self._say(
+                f"every replica leaves at the next step boundary and the job ends, asked by {stop.by} (keepstep stop)"
+            )
+            self._events.emit("stop_asked", {"by": stop.by})
+            for replica in self.replicas:
+                self._let_go(replica)
+        for replica in self.replicas:
+            request = requests.get(ReplicaId(replica.id))
+            if request is None or request.request_id == replica.request_id or self._stopping or self._stop_asked:
+                continue
+            replica.request_id = request.request_id
+            self._events.emit("asked", {"replica": replica.id, "leave": request.leave, "by": request.by})
+            if not request.leave:
+                self._take_back(replica, request.by)
+            elif not replica.over:
+                self._say(
+                    f"replica {replica.id} leaves at its next step boundary, asked by {request.by} (keepstep drain)"
+                )
+                self._let_go(replica)
+
+    def _let_go(self, replica: Replica) -> None:
+        """It leaves by itself, and is not started again."""
+        if replica.over:
+            return
+        replica.leaving = True
+        assert self._store is not None
+        self._tell.put_nowait(self._store.unannounce(ReplicaId(replica.id)))
+        if replica.life is None or not replica.life.running:
+            self._has_left(replica, "was not running: it is not started again")
+
+    def _take_back(self, replica: Replica, by: str) -> None:
+        """Asked back: it stays if it has not left yet, and else gets another life, also if it had been given up."""
+        running = replica.life is not None and bool(replica.life.running)
+        if replica.outcome == "done" or (replica.over and running) or not (replica.over or replica.leaving):
+            return
+        self._say(f"replica {replica.id} {'stays' if running else 'is started again'}, asked by {by} (keepstep add)")
+        replica.leaving = False
+        if running:
+            assert self._store is not None
+            self._tell.put_nowait(self._store.announce(ReplicaId(replica.id)))
+        else:
+            replica.outcome = ""
+            replica.history.forgive()
+            self._start(replica)
+
+    def _has_left(self, replica: Replica, words: str) -> None:
+        replica.outcome = "left"
+        self._events.emit("replica_left", {"replica": replica.id, "reason": words})
+        self._say(f"replica {replica.id} {words}")
+        if self._stop_asked:
+            self._finish()
+        self._check_end()
 
     # --- exits ------------------------------------------------------------------------------------------------
 
@@ -271,10 +344,15 @@ class Launcher:
         if code == 0 and self._has(life, *TRAINED_TO_THE_END):
             replica.outcome = "done"
             self._events.emit("replica_done", {"replica": replica.id})
-            if not self._finishing:
-                self._finishing = True
-                asyncio.get_running_loop().call_later(self.settings.finish_grace_s, self._guarded, self._end_late)
+            self._finish()
             self._check_end()
+        elif replica.leaving:
+            left = code == 0 and self._has(life, HAS_LEFT)
+            self._has_left(
+                replica, "has left the job" if left else f"was to leave, and has failed before: {life.cause}"
+            )
+        elif code == 0 and self._has(life, HAS_LEFT):
+            self._start(replica)  # it was asked back when it had left already
         elif code == 0:
             script = self.settings.script.name
             trained = self._has(life, b'"event": "commit"')
@@ -292,6 +370,12 @@ class Launcher:
             self._give_up(replica, life.cause.removeprefix("keepstep: ") if own else asked)
         else:
             self._restart(replica, life)
+
+    def _finish(self) -> None:
+        """One is through: the rest has a while for it."""
+        if not self._finishing:
+            self._finishing = True
+            asyncio.get_running_loop().call_later(self.settings.finish_grace_s, self._guarded, self._end_late)
 
     def _end_late(self) -> None:
         """A replica that is not through with training by now is frozen, or too late to matter: it must not hold the job up.
@@ -344,7 +428,8 @@ class Launcher:
 
     def _check_end(self) -> None:
         if all(replica.over for replica in self.replicas):
-            self._end(0 if any(replica.outcome == "done" for replica in self.replicas) else 1)
+            well = self._stop_asked or any(replica.outcome == "done" for replica in self.replicas)
+            self._end(0 if well else 1)
 
     def _has(self, life: Life, *marks: bytes) -> bool:
         """Whether the leader of this life has written one of these events."""
@@ -442,6 +527,14 @@ class Launcher:
         self._screen.error(f"keepstep: {words}\n")
 
 
+def write_about(settings: LaunchSettings, store: str | None) -> None:
+    """What other commands must know to find the job. Whole at any time."""
+    about = {"script": str(settings.script), "args": settings.args, "job": settings.job, "store": store}
+    part = settings.run_dir / "run.json.part"
+    part.write_text(json.dumps(about) + "\n")
+    part.replace(settings.run_dir / "run.json")
+
+
 def launch(settings: LaunchSettings) -> int:
     """Runs the job; returns the exit code."""
 
@@ -450,8 +543,7 @@ def launch(settings: LaunchSettings) -> int:
         code = await launcher.run()
         return code, launcher.verdict(code)
 
-    about = {"script": str(settings.script), "args": settings.args, "job": settings.job}
-    (settings.run_dir / "run.json").write_text(json.dumps(about) + "\n")
+    write_about(settings, settings.store)
     screen = Screen()
     try:
         code, verdict = asyncio.run(main())

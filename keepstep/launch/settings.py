@@ -90,7 +90,7 @@ class LaunchSettings:
             _prepare_checkpoints(checkpoint_dir)
         stamp = time.strftime("%Y%m%d-%H%M%S")
         name = f"{script.stem if job is None else check_job(job)}-{stamp}"
-        token = _token(token_file)
+        token = read_token_file(token_file)
         run_dir = run_dir or Path("runs") / name
         made = prepare(run_dir)
         return LaunchSettings(
@@ -179,7 +179,7 @@ def _prepare_checkpoints(path: Path) -> None:
         raise ConfigError(f"--checkpoint-dir {path} cannot be made ({error.strerror}): choose another one") from None
 
 
-def _token(path: Path | None) -> bytes | None:
+def read_token_file(path: Path | None) -> bytes | None:
     """Stripped, as the ranks will read it from their file."""
     if path is None:
         token = os.environb.get(b"KEEPSTEP_TOKEN", b"")

@@ -209,11 +209,6 @@ class EtcdStore:
 
     # --- what operators want ----------------------------------------------------------------------------------
 
-    async def job_record(self) -> JobRecord | None:
-        """What the replicas agree on; None: the store does not know this job."""
-        got = await self.call(self.client.get(self._root + b"job"))
-        return None if got is None else self._record(got)
-
     async def ask(self, replica_id: ReplicaId | None, request: Request) -> None:
         """Of one replica, or (None) of the whole job. It stands, whoever is alive to hear it."""
         name = "job" if replica_id is None else f"{replica_id}"
