@@ -30,7 +30,7 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from keepstep.observe.history import History, Life, role
+from keepstep.observe.history import OVER, History, Life, role
 from keepstep.observe.incidents import Incident
 from keepstep.observe.records import Record
 
@@ -208,7 +208,7 @@ def _slot(
         yield from _life(history, life, windows, again=life is not lives[0])
         ended, seen = life.died, life.seen
         if life.well:
-            over = [e["mono"] for e in life.events if e["event"] in ("final", "over") and e.get("rank", 0) == 0]
+            over = [e["mono"] for e in life.events if e["event"] in OVER and e.get("rank", 0) == 0]
             yield over[0] if over else (last if seen is None else seen), last, State.IDLE
         elif ended is not None:
             yield ended, seen if seen is not None else ended, State.DETECT
@@ -216,7 +216,7 @@ def _slot(
         elif following is not None:  # nobody saw it end
             yield life.events[-1]["mono"], last, State.RESTART
     for e in (*history.of("gave_up"), *history.of("replica_done")):
-        if e.get("replica") == lives[0].replica:
+        if e.get("replica") == lives[0].replica and e["mono"] >= lives[-1].started:  # else it was asked back
             yield e["mono"], last, State.IDLE
 
 
@@ -259,7 +259,7 @@ class _Steps:
                     self._rings.setdefault(e["quorum_id"], e["mono"])
                 case "retry" if leader:
                     self._retried = e["mono"]
-                case "final" | "over" if leader and self._now is not None and self._mark is not None:
+                case "final" | "over" | "left" if leader and self._now is not None and self._mark is not None:
                     yield self._mark, e["mono"], State.QUORUM_WAIT
                     self._now = None
         yield from self._at_the_end()

@@ -217,6 +217,9 @@ def units(links: Sequence[Record]) -> list[int]:
     return [u for d in links for m in d["members"] for u in m["units"]]
 
 
+OVER = "final", "over", "left"  # how a life ends that is through: complete, too late for the end, asked to leave
+
+
 def _life(replica: int, incarnation: str, events: Sequence[Record], fault: Record | None) -> Life:
     exits = [e for e in events if e["event"] == "exit"]
     first = exits[0] if exits else None
@@ -224,7 +227,7 @@ def _life(replica: int, incarnation: str, events: Sequence[Record], fault: Recor
     died = seen
     if fault is not None and (seen is None or fault["mono"] <= seen):
         died = fault["mono"]
-    over = any(e["event"] in ("final", "over") and e.get("rank", 0) == 0 for e in events)
+    over = any(e["event"] in OVER and e.get("rank", 0) == 0 for e in events)
     stopped = first is not None and bool(first.get("stopping"))
     return Life(
         replica=replica,

@@ -30,7 +30,7 @@ class ReplicaStatus:
     """One replica, now."""
 
     replica: int
-    doing: str  # worker, catching_up, starting, left_out, dead, done, given_up, absent
+    doing: str  # worker, catching_up, starting, left_out, dead, done, left, given_up, absent
     incarnation: str | None = None
     step: int | None = None  # of the state that it holds
     words: str = ""
@@ -125,7 +125,7 @@ def of_run(run: Run, job: str, *, now: float | None) -> Status:
 def _replica(history: History, replica: int, lives: tuple[Life, ...], newest: Record | None) -> ReplicaStatus:
     gave_up = [e for e in history.of("gave_up") if e.get("replica") == replica]
     life = lives[-1] if lives else None
-    if gave_up:
+    if gave_up and (life is None or gave_up[-1]["mono"] >= life.started):  # else it was asked back
         return ReplicaStatus(replica=replica, doing="given_up", words=str(gave_up[-1].get("reason") or ""))
     if life is None:
         return ReplicaStatus(replica=replica, doing="absent")
@@ -134,6 +134,8 @@ def _replica(history: History, replica: int, lives: tuple[Life, ...], newest: Re
     does = None if newest is None else role(newest, replica, life.incarnation)
     if any(e["event"] == "final" for e in life.events):
         doing = "done"
+    elif any(e["event"] == "left" for e in life.events):
+        doing = "left"
     elif life.died is not None:
         doing = "dead"
     else:

@@ -52,6 +52,8 @@ def test_a_replica_is_drained_comes_back_and_the_job_stops(tmp_path: Path) -> No
         code, said = keepstep("drain", 1, tmp_path)
         assert (code, said.splitlines()[-1]) == (0, "keepstep: replica 1 has left: replicas 0 and 2 go on")
         train_on(tmp_path, 0)
+        now = json.loads(keepstep("status", tmp_path, "--json")[1])
+        assert [r["doing"] for r in now["replicas"]] == ["worker", "left", "worker"]
         assert keepstep("drain", 1, tmp_path)[0] == 0, "nothing is left to do"
         code, said = keepstep("add", 1, tmp_path)
         assert code == 0, said
