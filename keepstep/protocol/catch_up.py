@@ -208,6 +208,7 @@ class RankMachine:
         self._base_ledger: LedgerState | None = None  # of `_fetching`
         self._loading = False  # Load was told: commits become orders at once
         self._behind = False  # the leader doesn't count on our state yet: tell it what we have reached
+        self._saved: StateName | None = None  # the newest that we were told to save
         self._kept: list[Apply] = []  # committed while fetching, to be replayed
         self.left = False
 
@@ -257,7 +258,8 @@ class RankMachine:
         effects.append(Serve(readers=self._serving.on_decision(decision, we_hold_it=me.role is Role.WORKER)))
         if me.role is Role.WORKER:
             self._behind = False
-            if decision.saver == me.replica_id and self.ledger is not None:
+            if decision.saver == me.replica_id and decision.start != self._saved and self.ledger is not None:
+                self._saved = decision.start
                 effects.append(SaveState(state=decision.start, ledger=self.ledger))
             effects += self._work(decision, me)
         else:

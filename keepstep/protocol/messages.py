@@ -140,7 +140,7 @@ class Decision:
     num_replicas: int  # what the job was configured with: t of the learning-rate policies
     reason: str
     apart: tuple[Apart, ...] = ()  # who could not exchange with whom of late
-    saver: ReplicaId | None = None  # this WORKER writes the base to persistent storage while the step is trained
+    saver: ReplicaId | None = None  # this WORKER writes the base to persistent storage, once
     restore: Checkpoint | None = (
         None  # GATHER only: nobody alive holds a state, so the members load this one as the base
     )
@@ -346,6 +346,7 @@ class Policy:
     join_wait_ns: int = 0  # wait for announced replicas
     restore_wait_ns: int = 10_000_000_000
     finish_wait_ns: int = 30_000_000_000  # at the end: wait so long for announced replicas
+    save_wait_ns: int = 1_800_000_000_000  # when the job is stopped: for its last state to be saved
     ancestry_max: int = 32
     units_per_worker: int = 1
     checkpoint_every: int = 0  # steps; 0: never

@@ -244,8 +244,8 @@ def _next(case: _Case, last: Decision) -> Decision | Wait | Halt:
     reason = why(last, state, (r.replica_id for r in staying))
     if any(r.finished for r in staying) or (plan.ledger is not None and complete(plan.ledger)):
         return _finish(case, last, plan)
-    if case.stopping:  # at this boundary: the members hold `state`, and it is named as a base, so that it may be kept
-        return replace(_decision(case, plan, Kind.END, f"{reason}; the job was asked to stop", {}), stopped=True)
+    if case.stopping:  # at this boundary, with those who hold the state
+        return _stop(case, last, replace(plan, others=[]), f"{reason}; the job was asked to stop")
     return _train_or_gather(case, plan, reason)
 
 
@@ -320,6 +320,8 @@ def _nobody_holds_a_state(case: _Case, last: Decision, on_chain: Sequence[StateN
     if not over:
         awaited = f"{names(silent)} to say what is held there" if silent else "one to come back"
         return Wait(reason=f"no living replica holds a state of the job: waiting for {awaited}", until=until)
+    if case.stopping:
+        return Halt(reason="the job was asked to stop, and no living replica holds a state of it")
     missing = sorted(case.expected - case.answers.keys())
     until = max(until, since + case.policy.start_wait_ns)
     restored = _restore(case, "no living replica holds a state of the job")
@@ -380,6 +382,22 @@ def _finish(case: _Case, last: Decision, plan: _Plan) -> Decision | Wait:
     return _decision(case, plan, Kind.END, f"every living replica holds the final state {plan.start.step}", {})
 
 
+def _stop(case: _Case, last: Decision, plan: _Plan, reason: str) -> Decision | Wait:
+    """The job ends here, and is not complete: once this state is saved, if states are."""
+    known = last.start == plan.start
+    if case.policy.checkpoint_every and plan.start.step and not (known and last.restore is not None):
+        answer = case.answers.get(last.saver) if known and last.saver is not None else None
+        if answer is None:
+            return _decision(
+                case, plan, Kind.GATHER, f"{reason}; state {plan.start.step} is saved first", {}, save_every=1
+            )
+        until = _first_answer(case, last) + case.policy.save_wait_ns
+        if answer.report.saving and case.now < until:
+            saver = names([answer.report.replica_id])
+            return Wait(reason=f"{reason}; waiting for {saver} to save state {plan.start.step}", until=until)
+    return replace(_decision(case, plan, Kind.END, reason, {}), stopped=True)
+
+
 def _train_or_gather(case: _Case, plan: _Plan, reason: str) -> Decision | Wait:
     policy = case.policy
     if len(plan.holders) < policy.min_replicas:
@@ -398,7 +416,7 @@ def _train_or_gather(case: _Case, plan: _Plan, reason: str) -> Decision | Wait:
         units = assign(plan.ledger, [(i, held[i]) for i in order], policy.units_per_worker)
     if not any(units.values()):
         return _gather(case, plan, f"{reason}; no unit is left for {names(order)} to train")
-    return _decision(case, ring, Kind.TRAIN, reason, units)
+    return _decision(case, ring, Kind.TRAIN, reason, units, save_every=policy.checkpoint_every)
 
 
 def _gather(case: _Case, plan: _Plan, reason: str) -> Decision | Wait:
@@ -421,7 +439,13 @@ def _gather(case: _Case, plan: _Plan, reason: str) -> Decision | Wait:
 
 
 def _decision(
-    case: _Case, plan: _Plan, kind: Kind, reason: str, units: Mapping[ReplicaId, tuple[UnitId, ...]]
+    case: _Case,
+    plan: _Plan,
+    kind: Kind,
+    reason: str,
+    units: Mapping[ReplicaId, tuple[UnitId, ...]],
+    *,
+    save_every: int = 0,
 ) -> Decision:
     roles = {r.replica_id: (r, Role.WORKER) for r in plan.holders}
     roles |= {r.replica_id: (r, Role.CATCHING_UP) for r in plan.others}
@@ -443,20 +467,25 @@ def _decision(
         num_replicas=case.policy.num_replicas,
         reason="; ".join([reason, *notes(last, on_chain, members, reports)]),
         apart=case.apart(plan.start),
-        saver=_saver(case, plan) if kind is Kind.TRAIN else None,
+        saver=_saver(case, plan, save_every) if kind is not Kind.END else None,
         restore=plan.restore,
     )
 
 
-def _saver(case: _Case, plan: _Plan) -> ReplicaId | None:
-    """Who writes the base to persistent storage, if it is due and nobody has been told to, or has just read it from there."""
+def _saver(case: _Case, plan: _Plan, every: int) -> ReplicaId | None:
+    """Who writes the base to persistent storage: whoever has been told to, or, if it is due, somebody else."""
     last, holders = case.last, {r.replica_id for r in plan.holders}
-    if last is not None and last.start == plan.start and (last.restore is not None or last.saver in holders):
+    if last is not None and last.start == plan.start:
+        if last.saver in holders:
+            return last.saver  # it does not begin again
+        if last.restore is not None:
+            return None
+    if not every or not holders:
         return None
     *_, before, latest = sorted([(0, ReplicaId(-1)), *((case.answers[i].seen_at, i) for i in holders)])
     slowest = latest[1] if latest[0] - before[0] > checkpoints.SLOWER_NS else None
     idle = [r.replica_id for r in plan.holders if not r.saving]
-    return checkpoints.saver(plan.start.step, case.policy.checkpoint_every, idle, slowest)
+    return checkpoints.saver(plan.start.step, every, idle, slowest)
 
 
 def _member(report: Report, role: Role, start: StateName, units: tuple[UnitId, ...]) -> Member:

@@ -138,6 +138,7 @@ class LeaderMachine:
         self._broken = False  # a link of ring `_quorum_id` failed
         self._cut_off: set[ReplicaId] = set()  # to or from these, at one of our ranks
         self._saving: StateName | None = None  # our ranks are writing it to persistent storage
+        self._saved: StateName | None = None  # the newest that they were told to write
         self._checkpoint: Checkpoint | None = None  # what we say we could restore from
         self._restoring: Checkpoint | None = None  # where `_fetching` comes from, if not from peers
         self._unreadable: set[str] = set()  # names of checkpoints that could not be loaded here
@@ -175,8 +176,7 @@ class LeaderMachine:
         self.running = None
         if self.leaving:
             self.over = True
-            words = f"replica {self.settings.replica_id} leaves the job before step {decision.step}, as it was asked to"
-            return (*effects, Tell(message=Finish(left=words)))
+            return (*effects, Tell(message=Finish(left=self._goodbye())))
         return (*effects, *self._after_verdict())
 
     def _adopt(self, decision: Decision, me: Member) -> tuple[Effect, ...]:
@@ -213,8 +213,8 @@ class LeaderMachine:
         self._cut_off.clear()
         self._votes.clear()
         self._held_units = me.units
-        if decision.saver == me.replica_id:
-            self._saving = decision.start
+        if decision.saver == me.replica_id and decision.start != self._saved:
+            self._saving = self._saved = decision.start
         told = TellDecided(decision=decision)
         if decision.kind is Kind.GATHER and (self.materialized or self._start_over):
             self.running = None
@@ -224,10 +224,18 @@ class LeaderMachine:
     def _end(self, decision: Decision, me: Member | None) -> tuple[Effect, ...]:
         self.over = True
         self.running = None
-        if me is None:
-            return (Tell(message=Finish(error=f"the job has ended: {decision.reason}")),)
-        left = f"the job stops before step {decision.step}, as it was asked to" if decision.stopped else ""
-        return (Tell(message=Finish(left=left)),)
+        if decision.stopped:
+            finish = Finish(left=f"the job stops before step {decision.step}, as it was asked to")
+        elif me is None and self.leaving:
+            finish = Finish(left=self._goodbye())
+        elif me is None:
+            finish = Finish(error=f"the job has ended: {decision.reason}")
+        else:
+            finish = Finish()
+        return (Tell(message=finish),)
+
+    def _goodbye(self) -> str:
+        return f"replica {self.settings.replica_id} leaves the job, as it was asked to"
 
     def on_asked(self, *, leave: bool) -> tuple[Effect, ...]:
         """Somebody wants this replica out of the job, or not any more. It goes when a decision does without it."""
@@ -267,8 +275,7 @@ class LeaderMachine:
                     self._ring_failed(message)
                 return ()
             case Saved():
-                self._saving = None if message.state == self._saving else self._saving
-                return ()
+                return self._on_saved(message)
 
     def _on_hello(self, hello: Hello) -> tuple[Effect, ...]:
         if hello.rank in self._hellos:
@@ -331,6 +338,12 @@ class LeaderMachine:
             return ()  # the end of the step, whatever it is, will say so
         self.running = None
         return self._report()
+
+    def _on_saved(self, message: Saved) -> tuple[Effect, ...]:
+        if message.state != self._saving:
+            return ()
+        self._saving = None
+        return self._report() if self.running is None else ()  # the end of the job may wait for it
 
     def on_checkpoints(self, found: Sequence[Checkpoint]) -> tuple[Effect, ...]:
         """These are complete and can be read, as far as one can see without reading them: newest first."""
@@ -404,6 +417,9 @@ class LeaderMachine:
         return self._hellos[Rank(0)].ledger
 
     def _report(self) -> tuple[Effect, ...]:
+        if self.leaving and self.state is None:  # nobody needs what we hold, and no decision has to do without us first
+            self.over = True
+            return (Tell(message=Finish(left=self._goodbye())),)
         ledger = self.ledger if self.state is not None else self._initial_ledger
         report = Report(
             replica_id=self.settings.replica_id,

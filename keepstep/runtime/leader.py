@@ -385,6 +385,8 @@ class LeaderShell:
             if not self._closed and not self.machine.over:
                 self._act(self._decider.on_unconfirmed(now=time.monotonic_ns()))
             return
+        if not self._closed and view.last is not None:  # no watch brings again what has been read here
+            self._carry_out(self.machine.on_decision(view.last))
         if not self._closed and not self.machine.over:
             self._view = view
             now = time.monotonic_ns()

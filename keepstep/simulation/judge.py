@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from keepstep.protocol.catch_up import Apply, Begin, LoadState, Order, Train
+from keepstep.protocol.catch_up import Apply, Begin, Leave, LoadState, Order, Train
 from keepstep.protocol.ids import Incarnation, Rank, Seq, Step
 from keepstep.protocol.messages import Checkpoint, Decision, Kind, LedgerState, Report, Role, StateName
 from keepstep.protocol.quorum import Halt
@@ -97,6 +97,7 @@ class Judge:
         self._check_ring(new)
         if new.kind is Kind.END:
             self._check_nobody_is_left_behind(new)
+            self._check_last_is_saved(new)
         self.bases.add(start)
         self.parent[new.outcome] = start
         self.units[new.outcome] = self.units[start] + tuple([u for m in new.members for u in m.units])
@@ -179,7 +180,8 @@ class Judge:
             self._check_ledger(new.ledger, done, f"decision {new.seq}")
         if new.kind is Kind.TRAIN and not (issued and len(new.workers) >= self.plan.policy.min_replicas):
             raise Violation(f"I2: decision {new.seq} trains nothing, or with too few: {new}")
-        if new.kind is Kind.END and not (self._is_final(new.start) and new.workers == new.members):
+        may_end = self._is_final(new.start) or (new.stopped and self.world.stopping)
+        if new.kind is Kind.END and not (may_end and new.workers == new.members):
             raise Violation(f"I2: decision {new.seq} ends the job at {new.start} after {done}")
 
     def _is_final(self, state: StateName) -> bool:
@@ -196,8 +198,19 @@ class Judge:
     def _check_nobody_is_left_behind(self, end: Decision) -> None:
         for life in self.world.lives:
             answers = self.answered.get(life.incarnation, -1) == end.seq - 1 and self._is_known(life)
-            if answers and end.member(life.replica_id, life.incarnation) is None:
+            leaves = end.stopped or life.replica_id in self.world.asked
+            if answers and not leaves and end.member(life.replica_id, life.incarnation) is None:
                 raise Violation(f"I5: the job ends without {life.incarnation}, which is alive")
+
+    def _check_last_is_saved(self, end: Decision) -> None:
+        """Where states are saved, the one that a job is stopped at is, too."""
+        if not (end.stopped and end.step and self.plan.policy.checkpoint_every):
+            return
+        full = any(fault.kind == "disk full" for fault in self.plan.faults)
+        last, published = self.last, self.world.disk.published.values()
+        read = last is not None and last.restore is not None and last.start == end.start
+        if not full and not read and all(each.checkpoint.state != end.start for each in published):
+            raise Violation(f"I2: the job stops at {end.start}, which has not been saved")
 
     def _is_known(self, life: "Life") -> bool:
         """What it reports was written so long ago that everybody must have read it, in a world where news are never late."""
@@ -337,18 +350,30 @@ class Judge:
         held = {self.holds.get((life.incarnation, Rank(k))) for k in range(self.plan.ranks)}
         return held.pop() if len(held) == 1 else None
 
-    def on_left(self, life: "Life", error: str) -> None:
-        """Every main thread has left the loop."""
-        if error:
-            return
-        assert self.last is not None
-        if self.last.kind is not Kind.END or self._held_by_all(life) != self.last.start:
-            raise Violation(f"I2: {life.incarnation} leaves with {self._held_by_all(life)}, not with the final state")
+    def on_left(self, life: "Life", order: Leave) -> bool:
+        """Every main thread has left the loop. Whether with the last state of the job."""
+        if order.error:
+            return False
+        last, holds = self.last, self._held_by_all(life)
+        if order.left and not (life.replica_id in self.world.asked or (last is not None and last.stopped)):
+            raise Violation(f"I5: {life.incarnation} leaves, and nobody has asked it to")
+        if order.left and holds is None:
+            return False
+        assert last is not None
+        if order.left and last.member(life.replica_id, life.incarnation) is None:
+            if not last.workers and last.restore is None:
+                raise Violation(f"I5: {life.incarnation} may leave, and nobody else holds a state")
+            return False
+        if last.kind is not Kind.END or holds != last.start:
+            raise Violation(f"I2: {life.incarnation} leaves with {holds}, not with the final state")
+        return True
 
     def on_halt(self, life: "Life", halt: Halt) -> None:
         """A leader gives up."""
         if halt.misfits:
             raise Violation(f"all replicas fit together, but: {halt.reason}")
+        if self.last is None and self.world.stopping:
+            return
         if self.last is None:
             raise Violation("I5: nothing has been decided yet, and already somebody gives up")
         readable = self._readable(None)
@@ -380,7 +405,9 @@ class Judge:
             return
         finished = [life for life in self.world.lives if life.finished]
         assert self.last is not None
-        if len({self._held_by_all(life) for life in finished}) != 1 or not self._is_final(self.last.start):
+        if len({self._held_by_all(life) for life in finished}) != 1 or not (
+            self._is_final(self.last.start) or self.last.stopped
+        ):
             raise Violation("I2: the job has ended without the final state")
 
 

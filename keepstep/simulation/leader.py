@@ -73,6 +73,7 @@ class SimLeader:
         view = self.client.view()
         if view.last is not None:
             self._carry_out(self.machine.on_decision(view.last))
+        self._carry_out(self.machine.on_asked(leave=self.life.replica_id in self.client.asked))
         self._watch_members()
         if not self._overwritten and self._is_overwritten():
             self._overwritten = True
@@ -183,8 +184,12 @@ class SimLeader:
     def _confirmed(self, read: bool) -> None:
         if self._closed or self.machine.over:
             return
+        view, now = self.client.view(), self._now
+        if read and view.last is not None:
+            self._carry_out(self.machine.on_decision(view.last))
+        if self.machine.over:
+            return
         if read:
-            view, now = self.client.view(), self._now
             self._act(self._decider.on_view(view, self.client.revision, now=now, mine=self._report, fresh=True))
         else:
             self._act(self._decider.on_unconfirmed(now=self._now))

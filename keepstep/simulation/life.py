@@ -7,7 +7,7 @@ another life is started).
 
 from typing import TYPE_CHECKING
 
-from keepstep.protocol.catch_up import Train
+from keepstep.protocol.catch_up import Leave, Train
 from keepstep.protocol.errors import InvariantViolation
 from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
 from keepstep.protocol.messages import (
@@ -146,13 +146,12 @@ class Life:
             for each, what in here:
                 self.world.clock.after(takes + self.world.takes(5 * MS), each.process, each.computed, what)
 
-    def on_left(self, rank: SimRank, error: str) -> None:
+    def on_left(self, rank: SimRank, order: Leave) -> None:
         """A main thread has left the loop. When all have, the replica is done."""
         if any(not each.left for each in self.ranks):
             return
-        self.finished = not error
-        self.world.judge.on_left(self, error)
-        self.world.say(self.replica_id, f"leaves ({error})" if error else "leaves: the job is complete")
+        self.finished = self.world.judge.on_left(self, order)
+        self.world.say(self.replica_id, f"leaves ({order.error or order.left or 'the job is complete'})")
         self.leader.close()
         self.world.end(self)
 

@@ -55,6 +55,10 @@ DISK_KINDS = {  # the same, in worlds with checkpoints
     "disk full": 3,  # nothing can be saved
     "rot": 3,  # the newest checkpoint cannot be read any more
 }
+REQUESTS = {  # not faults: what operators want
+    "leave": 4,  # the replica is to leave; not `seen`: and is asked back after `duration`
+    "stop": 1,  # the whole job is to stop
+}
 LASTING = 7_919  # makes a generator of its own for what came later, so that a seed's other faults stay what they were
 
 
@@ -156,7 +160,9 @@ def plan_of(seed: int, kinds: tuple[str, ...] = ()) -> Plan:
         lasting=_lasting(random.Random(seed + LASTING), replicas, policy),
         more_steps=1,
     )
-    return _with_checkpoints(plan, random.Random(seed * 31 + 7), kinds)
+    return _with_requests(
+        _with_checkpoints(plan, random.Random(seed * 31 + 7), kinds), random.Random(seed * 37 + 5), kinds
+    )
 
 
 def _with_checkpoints(plan: Plan, rng: random.Random, kinds: tuple[str, ...]) -> Plan:
@@ -180,6 +186,18 @@ def _with_checkpoints(plan: Plan, rng: random.Random, kinds: tuple[str, ...]) ->
         begun=ledger if begun_at else None,
         begun_at=begun_at,
     )
+
+
+def _with_requests(plan: Plan, rng: random.Random, kinds: tuple[str, ...]) -> Plan:
+    """In some worlds somebody wants replicas to leave. Not where nobody else could train their data, or give it to others."""
+    if kinds and not set(kinds) & REQUESTS.keys():
+        return plan
+    if (not kinds and rng.random() < 0.8) or plan.ledger.cursors or plan.lasting is not None:
+        return plan
+    asked = [
+        _fault(rng, plan.replicas, plan.ranks, plan.heal_at, REQUESTS, kinds) for _ in range(rng.choice([1, 1, 2]))
+    ]
+    return replace(plan, faults=(*plan.faults, *asked))
 
 
 def _lasting(rng: random.Random, replicas: int, policy: Policy) -> tuple[int, int] | None:

@@ -180,7 +180,7 @@ class SimRank:
                 self._after(30 * MS * slow, self._loaded, order, fetched)
             case Leave():
                 self.left = True
-                self.life.on_left(self, order.error)
+                self.life.on_left(self, order)
 
     def _after(self, typically: int, action: Any, *args: Any) -> None:
         self.world.clock.after(self.world.takes(typically), self.process, action, *args)

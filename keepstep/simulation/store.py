@@ -68,6 +68,12 @@ class Store:
     def announce(self, replica: int, coming: bool) -> None:
         self.change("announced" if coming else "unannounced", replica, None)
 
+    def ask(self, replica: int, leave: bool) -> None:
+        self.change("leave" if leave else "stay", replica, None)
+
+    def ask_to_stop(self) -> None:
+        self.change("stop", 0, None)
+
     def go_away(self) -> None:
         self.up = False
         for client in self.clients:
@@ -98,6 +104,8 @@ class Client:
         self.seen: dict[ReplicaId, SeenReport] = {}
         self.dead: frozenset[Incarnation] = frozenset()
         self._announced: frozenset[ReplicaId] = frozenset()
+        self.asked: frozenset[ReplicaId] = frozenset()  # to leave
+        self._stopping = False
         self._wanted: Report | None = None  # what is to stand under our lease
         self._has_lease = True
         self._silent_since = -1  # nothing of ours reaches the store
@@ -116,6 +124,7 @@ class Client:
             reports=self.seen,
             dead=self.dead,
             announced=self._announced,
+            stopping=self._stopping,
         )
 
     def watch(self) -> None:
@@ -152,8 +161,14 @@ class Client:
                 self.dead |= {Incarnation(str(value))}
             elif what == "announced":
                 self._announced |= {ReplicaId(replica)}
-            else:
+            elif what == "unannounced":
                 self._announced -= {ReplicaId(replica)}
+            elif what == "leave":
+                self.asked |= {ReplicaId(replica)}
+            elif what == "stay":
+                self.asked -= {ReplicaId(replica)}
+            else:
+                self._stopping = True
         self._at = len(log)
 
     def _reread(self) -> None:

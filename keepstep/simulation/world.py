@@ -23,7 +23,7 @@ from keepstep.simulation.rank import SimRank
 from keepstep.simulation.store import Store
 
 CHECK = 500 * MS
-FOR_EVERYBODY = ("cut link", "store away", "crash all", "disk full", "rot")
+WHOEVER_LIVES = ("cut link", "store away", "crash all", "disk full", "rot", "leave", "stop")
 EVENTS_MAX = 200_000  # a world that does so much without getting anywhere is a failure too
 
 
@@ -54,6 +54,9 @@ class World:
         self.lives: list[Life] = []
         self.by_incarnation: dict[Incarnation, Life] = {}
         self.healed = False
+        self.leaving: set[int] = set()  # asked to leave, and not asked back
+        self.asked: set[int] = set()  # asked to leave at any time
+        self.stopping = False
         self._points: dict[tuple[str, int], list[Fault]] = defaultdict(list)
         self._passed: dict[tuple[str, int], int] = defaultdict(int)
         self._done_at = -1  # committed steps after which the world is over
@@ -163,15 +166,23 @@ class World:
     def _restart(self, life: Life) -> None:
         if self.lives[life.replica_id] is not life or life.done:
             return
+        if self.stopping or life.replica_id in self.leaving:
+            self._is_gone(life)
+            return
         self.say(life.replica_id, "is started again")
         self.lives[life.replica_id] = self._born(life.replica_id, life.number + 1)
 
     def end(self, life: Life) -> None:
         """It has left by itself, and doesn't come back."""
-        life.over = life.done = True
+        life.over = True
         for rank in life.ranks:
             if rank.process.alive:
                 self._kill(rank)
+        self._is_gone(life)
+
+    def _is_gone(self, life: Life) -> None:
+        """It has no other life, for now."""
+        life.done = True
         self.store.announce(life.replica_id, False)
         left = sum(not each.done for each in self.lives)
         if left < self.plan.policy.min_replicas and not any(each.finished for each in self.lives):
@@ -185,7 +196,7 @@ class World:
 
     def _happen(self, fault: Fault) -> None:
         life = self.lives[fault.replica]
-        if self.healed or (life.over and fault.kind not in FOR_EVERYBODY):
+        if self.healed or (life.over and fault.kind not in WHOEVER_LIVES):
             return
         self.say(None, f"*** {fault}")
         rank, client, until = life.ranks[fault.rank], life.leader.client, fault.duration
@@ -247,8 +258,30 @@ class World:
                 self.clock.after(until, None, setattr, life, name, 1)
             case "damage":
                 life.damage = True
+            case "leave":
+                self.leaving.add(fault.replica)
+                self.asked.add(fault.replica)
+                self.store.ask(fault.replica, True)
+                self.store.announce(fault.replica, False)
+                if not fault.seen:
+                    self.clock.after(until, None, self._ask_back, fault.replica)
+            case "stop":
+                self.stopping = True
+                self.store.ask_to_stop()
             case _:
                 raise ValueError(f"unknown fault {fault.kind!r}")
+
+    def _ask_back(self, replica: int) -> None:
+        """It stays, or is started again."""
+        if replica not in self.leaving or self.stopping:
+            return
+        self.leaving.discard(replica)
+        self.store.ask(replica, False)
+        life = self.lives[replica]
+        if not life.done:
+            self.store.announce(replica, True)
+        elif not life.finished:
+            self.lives[replica] = self._born(replica, life.number + 1)
 
     def _note_out(self, life: Life) -> None:
         """It is about to lose touch with the store."""

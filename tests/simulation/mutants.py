@@ -12,7 +12,7 @@ import pytest
 
 from keepstep.protocol import apart, catch_up, checkpoints, deciding, ledger, quorum, step
 from keepstep.protocol.catch_up import GiveOrder, RankMachine
-from keepstep.protocol.messages import Decision, LedgerState, Load, Loaded, Report, Role, StateName, Vote
+from keepstep.protocol.messages import Decision, Kind, LedgerState, Load, Loaded, Report, Role, StateName, Vote
 from keepstep.protocol.step import LeaderMachine, Tell
 
 Patch = pytest.MonkeyPatch
@@ -124,6 +124,19 @@ def the_job_starts_again_when_nobody_holds_a_state(patch: Patch) -> None:
     )
 
 
+@mutant(60, "leave")
+def whoever_is_asked_to_leave_may(patch: Patch) -> None:
+    patch.setattr(quorum, "_staying", lambda holders, least: [r for r in holders if not r.leaving])
+
+
+@mutant(60, "stop", "rot")
+def a_job_is_stopped_without_its_state_being_saved(patch: Patch) -> None:
+    def end(case: Any, last: Decision, plan: Any, reason: str) -> Decision:
+        return replace(quorum._decision(case, plan, Kind.END, reason, {}), stopped=True)
+
+    patch.setattr(quorum, "_stop", end)
+
+
 @mutant(50, "crash")
 def the_job_ends_while_somebody_catches_up(patch: Patch) -> None:
     genuine = quorum._finish
@@ -167,8 +180,8 @@ def complaints_are_forgotten_at_once(patch: Patch) -> None:
 def units_are_committed_when_they_are_assigned(patch: Patch) -> None:
     genuine = quorum._decision
 
-    def decision(case: Any, plan: Any, kind: Any, reason: str, units: Any) -> Decision:
-        made = genuine(case, plan, kind, reason, units)
+    def decision(case: Any, plan: Any, kind: Any, reason: str, units: Any, **more: Any) -> Decision:
+        made = genuine(case, plan, kind, reason, units, **more)
         assert made.ledger is not None
         return replace(made, ledger=ledger.commit(made.ledger, [u for m in made.members for u in m.units]))
 
@@ -413,10 +426,9 @@ def the_oldest_checkpoint_is_restored(patch: Patch) -> None:
 def a_restored_state_keeps_its_name(patch: Patch) -> None:
     genuine = quorum._decision
 
-    def decision(case: Any, plan: Any, kind: Any, reason: str, units: Any) -> Decision:
-        return genuine(
-            case, plan if plan.restore is None else replace(plan, start=plan.restore.state), kind, reason, units
-        )
+    def decision(case: Any, plan: Any, kind: Any, reason: str, units: Any, **more: Any) -> Decision:
+        kept = plan if plan.restore is None else replace(plan, start=plan.restore.state)
+        return genuine(case, kept, kind, reason, units, **more)
 
     patch.setattr(quorum, "_decision", decision)
 

@@ -72,11 +72,13 @@ def test_the_base_of_every_second_step_is_saved_by_a_worker_that_has_nothing_els
     assert slow.saver == 0, "the answer of replica 1 came last"
 
 
-def test_a_step_that_is_tried_again_is_not_saved_twice() -> None:
+def test_a_step_that_is_tried_again_is_saved_by_the_same_replica_as_long_as_it_lives() -> None:
     first = decided(view(completed(0), completed(1), completed(2), last=L), SAVING)
     held = [report(i, first.seq, first.start, ledger=replace(DATA, next_unit=UnitId(13))) for i in range(3)]
     assert first.saver is not None
-    assert decided(view(*held, last=first), SAVING).saver is None
+    second = decided(view(*held, last=first), SAVING)
+    assert second.saver == first.saver
+    assert decided(view(*(replace(r, answers=second.seq) for r in held), last=second), SAVING).saver == first.saver
     others = [r for r in held if r.replica_id != first.saver]
     again = decided(view(*others, last=first, dead=(f"{first.saver}a",)), SAVING)
     assert again.saver in {r.replica_id for r in others}, "whoever should have saved it is dead"
@@ -201,3 +203,44 @@ def test_reports_and_decisions_about_checkpoints_must_make_sense() -> None:
     assert "absurd" in problem_of_decision(replace(restored, restore=replace(NEW, state=name(1 << 63, 1))))
     assert "no member" in problem_of_decision(replace(L, saver=ReplicaId(9)))
     assert problem_of_decision(replace(L, saver=ReplicaId(1), seq=Seq(7))) == ""
+
+
+# --- the last one ---
+
+
+def test_a_job_that_is_asked_to_stop_ends_when_its_state_is_saved() -> None:
+    seen = view(completed(0), completed(1), completed(2), last=L, stopping=True)
+    gather = decided(seen, SAVING)
+    assert (gather.kind, gather.start, roles(gather)) == (Kind.GATHER, OUTCOME, {0: "W", 1: "W", 2: "W"})
+    assert gather.saver is not None
+    held = [report(i, gather.seq, OUTCOME, ledger=gather.ledger) for i in range(3)]
+    saving = [replace(r, saving=r.replica_id == gather.saver) for r in held]
+    wait, end = waits_until(view(*saving, last=gather, stopping=True), SAVING)
+    assert f"waiting for replica {gather.saver} to save state {OUTCOME.step}" in wait.reason
+    assert (end.kind, end.stopped, wait.until) == (Kind.END, True, NOW + SAVING.save_wait_ns), "storage does not answer"
+    through = decided(view(*held, last=gather, stopping=True), SAVING)
+    assert (through.kind, through.stopped, through.start) == (Kind.END, True, OUTCOME)
+    rest = [r for r in saving if r.replica_id != gather.saver]
+    again = decided(view(*rest, last=gather, dead=(f"{gather.saver}a",), stopping=True), SAVING)
+    assert again.kind is Kind.GATHER
+    assert again.saver in {r.replica_id for r in rest}, "whoever should have saved it is dead"
+
+
+def test_without_checkpoints_it_ends_at_once() -> None:
+    end = decided(view(completed(0), completed(1), completed(2), last=L, stopping=True))
+    assert (end.kind, end.stopped, end.start) == (Kind.END, True, OUTCOME)
+
+
+def test_the_leader_says_when_what_the_end_waits_for_is_saved() -> None:
+    leader = LeaderMachine(me())
+    for k in range(2):
+        leader.on_message(hello(k))
+    leader.on_decision(decision(1, 0, 1, member(0, W, 0)))
+    gather = replace(decision(2, 0, 1, member(0, W), kind=Kind.GATHER), saver=ReplicaId(0))
+    leader.running = None
+    publish = leader.on_decision(gather)[-1]
+    assert publish.report.saving  # type: ignore[union-attr]
+    (publish,) = leader.on_message(Saved(rank=Rank(0), state=gather.start, ok=True))
+    assert not publish.report.saving  # type: ignore[union-attr]
+    leader.on_decision(replace(gather, seq=Seq(3)))
+    assert not leader._report()[-1].report.saving, "it was told so before"  # type: ignore[union-attr]

@@ -83,7 +83,7 @@ def test_who_is_asked_to_leave_goes_when_a_decision_does_without_it() -> None:
     assert machine.on_decision(needed) == (TellDecided(decision=needed),), "it is still needed"
     machine.on_message(vote(0, 2))
     assert report_of(machine.on_message(vote(1, 2))).report.leaving
-    words = "replica 0 leaves the job before step 2, as it was asked to"
+    words = "replica 0 leaves the job, as it was asked to"
     assert machine.on_decision(decision(3, 2, 2, member(1, W, 3))) == (Tell(message=Finish(left=words)),)
     assert machine.over
     assert machine.on_asked(leave=False) == (), "too late"
@@ -91,11 +91,21 @@ def test_who_is_asked_to_leave_goes_when_a_decision_does_without_it() -> None:
 
 def test_who_waits_for_a_decision_says_at_once_that_it_leaves_or_stays() -> None:
     machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1)))
+    machine.on_message(vote(0, 1))
+    machine.on_message(vote(1, 1))
     leaves = report_of(machine.on_asked(leave=True)).report
-    assert (leaves.answers, leaves.leaving) == (0, True)
+    assert (leaves.answers, leaves.leaving) == (1, True)
     assert machine.on_asked(leave=True) == ()
     assert not report_of(machine.on_asked(leave=False)).report.leaving
-    assert isinstance(machine.on_decision(decision(1, 0, 1, member(1, W, 0)))[-1], Publish), "it stays, and reports"
+    assert isinstance(machine.on_decision(decision(2, 1, 1, member(1, W, 2)))[-1], Publish), "it stays, and reports"
+
+
+def test_who_holds_nothing_leaves_at_once() -> None:
+    machine = ready()
+    (tell,) = machine.on_asked(leave=True)
+    assert tell == Tell(message=Finish(left="replica 0 leaves the job, as it was asked to"))
+    assert machine.over
 
 
 def test_a_step_that_runs_on_without_a_leaving_replica_is_given_up() -> None:
