@@ -12,10 +12,24 @@ Pure and deterministic: all deciders get the same order. It cannot fail.
 """
 
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from keepstep.protocol.ids import ReplicaId
 
 Place = tuple[str, str, str]
+
+
+class Tier(NamedTuple):
+    """How near the ends of a link are, and its latency beside that of a link inside a rack."""
+
+    name: str
+    cost: int
+
+
+SAME_RACK = Tier("same rack", 1)
+SAME_ZONE = Tier("same zone", 7)
+SAME_BUILDING = Tier("other zone", 15)
+OTHER_BUILDING = Tier("other building", 30)
 
 
 def place(label: str) -> Place:
@@ -28,3 +42,12 @@ def place(label: str) -> Place:
 def ring_order(replica_ids: Collection[ReplicaId], labels: Mapping[ReplicaId, str]) -> tuple[ReplicaId, ...]:
     """The cheapest ring, ties by replica_id. Leaving some replicas out does not reorder the others."""
     return tuple(sorted(replica_ids, key=lambda replica: (place(labels.get(replica, "")), replica)))
+
+
+def tier(a: Place, b: Place) -> Tier:
+    """Of a link between two places."""
+    if a[0] != b[0]:
+        return OTHER_BUILDING
+    if a[1] != b[1]:
+        return SAME_BUILDING
+    return SAME_ZONE if a[2] != b[2] else SAME_RACK

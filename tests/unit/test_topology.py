@@ -7,12 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.protocol.ids import ReplicaId
-from keepstep.protocol.topology import Place, place, ring_order
-
-SAME_RACK = 1
-SAME_ZONE = 7
-SAME_BUILDING = 15
-OTHER_BUILDING = 30
+from keepstep.protocol.topology import place, ring_order, tier
 
 parts = st.sampled_from(["a", "b", "c"])
 labels = st.one_of(
@@ -20,21 +15,12 @@ labels = st.one_of(
 )
 
 
-def link_cost(a: Place, b: Place) -> int:
-    """The cost tier of a link between two places."""
-    if a[0] != b[0]:
-        return OTHER_BUILDING
-    if a[1] != b[1]:
-        return SAME_BUILDING
-    return SAME_ZONE if a[2] != b[2] else SAME_RACK
-
-
 def ring_cost(order: Sequence[ReplicaId], labels: Mapping[ReplicaId, str]) -> int:
     """Sum over the links of the ring, the closing one included. A ring of one has no link."""
     if len(order) < 2:
         return 0
     places = [place(labels.get(replica, "")) for replica in order]
-    return sum(link_cost(a, b) for a, b in zip(places, places[1:] + places[:1], strict=True))
+    return sum(tier(a, b).cost for a, b in zip(places, places[1:] + places[:1], strict=True))
 
 
 def ring(count: int) -> list[ReplicaId]:
@@ -62,7 +48,7 @@ def test_the_order_does_not_depend_on_how_it_is_asked(places: list[str], rng: ob
 def test_cost_tiers() -> None:
     here = place("b1/z1/r1")
     tiers = {"b1/z1/r1": 1, "b1/z1/r2": 7, "b1/z2/r1": 15, "b2/z1/r1": 30}
-    assert {label: link_cost(here, place(label)) for label in tiers} == tiers
+    assert {label: tier(here, place(label)).cost for label in tiers} == tiers
 
 
 def test_labels_may_be_short_or_missing() -> None:
