@@ -1,4 +1,4 @@
-"""The command line: `keepstep run`, `status`, `report`, `drain`, `add`, `stop`, `demo`, `version`.
+"""The command line: `keepstep run`, `status`, `report`, `drain`, `add`, `stop`, `simulate`, `plan`, `demo`, `version`.
 
 Thin: options to settings, errors to one sentence on stderr and exit code 78. What a command needs is imported when it runs, so
 that `keepstep --help` is quick.
@@ -165,6 +165,34 @@ def report(run_dir: Annotated[Path, typer.Argument(help="the --run-dir of a run,
     from keepstep.observe.report import write_report
 
     typer.echo(write_report(run_dir))
+
+
+@app.command()
+def simulate(
+    gpus: Annotated[int, typer.Option(help="GPUs that train [default: the paper's]")] = 98_304,
+    replicas: Annotated[int, typer.Option(help="replicas they are divided into")] = 12,
+    mtbf: Annotated[
+        float | None, typer.Option(help="seconds between failures of all GPUs [default: 18 min at 98,304 GPUs]")
+    ] = None,
+    step_time: Annotated[float, typer.Option(help="seconds of a step")] = 20.0,
+    seed: Annotated[int, typer.Option(help="of the first run")] = 0,
+    seeds: Annotated[int, typer.Option(help="runs of each row")] = 5,
+    days: Annotated[float, typer.Option(help="simulated, of each run")] = 30.0,
+    sizes: Annotated[bool, typer.Option("--sizes", help="also from 16K to 128K GPUs")] = False,
+    assumptions: Annotated[bool, typer.Option("--assumptions", help="only print what is assumed, and why")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the numbers here")] = None,
+    out: Annotated[Path | None, typer.Option(help="write pictures here")] = None,
+) -> None:
+    """Simulate months of failures: the paper's 44% and 80%, then keepstep, one mechanism at a time."""
+    from keepstep.scale.ladder import Job
+    from keepstep.scale.simulate import assumptions as told
+    from keepstep.scale.simulate import simulate as run_it
+
+    if assumptions:
+        typer.echo("\n".join(told()))
+        return
+    job = Job(gpus=gpus, replicas=replicas, mtbf_s=mtbf, step_s=step_time)
+    typer.echo(run_it(job, seed=seed, seeds=seeds, days=days, sizes=sizes, json_file=json_file, out=out))
 
 
 @app.command()

@@ -178,7 +178,8 @@ class _Job:
             try:
                 yield from self._phase(Phase.NOTICE, self._s.notice[kind.shows].after_s)
                 for phase, seconds in self._s.recovery.phases(cold=kind.new_host and not self._take_spare()):
-                    yield from self._phase(phase, seconds)
+                    if seconds:
+                        yield from self._phase(phase, seconds)
                 break
             except simpy.Interrupt as again:
                 if self._over:
