@@ -7,6 +7,7 @@ that `keepstep --help` is quick.
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -193,6 +194,43 @@ def simulate(
         return
     job = Job(gpus=gpus, replicas=replicas, mtbf_s=mtbf, step_s=step_time)
     typer.echo(run_it(job, seed=seed, seeds=seeds, days=days, sizes=sizes, json_file=json_file, out=out))
+
+
+@app.command()
+def plan(
+    gpus: Annotated[int, typer.Option(help="GPUs that train; spares come on top")] = 98_304,
+    gpu_mtbf: Annotated[
+        float | None, typer.Option(help="hours between failures of one GPU [default: the paper's]")
+    ] = None,
+    step_time: Annotated[float, typer.Option(help="seconds of a step")] = 20.0,
+    state_bytes: Annotated[
+        float | None, typer.Option(help="of one replica: weights, optimizer, gradients [default: 2e12 parameters x 16]")
+    ] = None,
+    memory_for_state: Annotated[float, typer.Option(help="bytes of each GPU that the state may take")] = 8e9,
+    replicas: Annotated[int | None, typer.Option(help="what it must be [default: recommend it]")] = None,
+    topology: Annotated[Path | None, typer.Option(help="file of hosts: print where each replica goes")] = None,
+    gpus_per_host: Annotated[int, typer.Option(help="GPUs of a host")] = 8,
+    repair_hours: Annotated[float, typer.Option(help="until a broken host is back")] = 24.0,
+    seed: Annotated[int, typer.Option(help="of the first run")] = 0,
+    seeds: Annotated[int, typer.Option(help="runs of each choice")] = 5,
+    days: Annotated[float, typer.Option(help="simulated, of each run")] = 30.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the numbers here")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the picture here")] = None,
+) -> None:
+    """Recommend replicas, spares, checkpoint interval and deadlines for a job; and place them."""
+    from keepstep.scale.plan import plan as make_it
+    from keepstep.scale.planning import Needs
+
+    needs = Needs(gpus=gpus, step_s=step_time, memory_for_state=memory_for_state, gpus_per_host=gpus_per_host)
+    needs = replace(needs, repair_s=repair_hours * 3600)
+    if gpu_mtbf is not None:
+        needs = replace(needs, gpu_mtbf_s=gpu_mtbf * 3600)
+    if state_bytes is not None:
+        needs = replace(needs, state_bytes=state_bytes)
+    told = make_it(
+        needs, replicas=replicas, topology=topology, seed=seed, seeds=seeds, days=days, json_file=json_file, out=out
+    )
+    typer.echo(told)
 
 
 @app.command()

@@ -154,11 +154,12 @@ def _take(group: Room, need: int, depth: int) -> list[tuple[str, int]]:
     """From a place that has enough: the fullest of its parts that has enough; if none, all of the emptiest, and so on."""
     if depth == HOST:
         return [(group[0][0][-1], need)]
-    parts = sorted((_total(part), key, part) for key, part in _groups(group, depth + 1).items())
+    parts = {key: (_total(part), part) for key, part in sorted(_groups(group, depth + 1).items())}
     taken: list[tuple[str, int]] = []
     while need:
-        enough = next((i for i, (total, _, _) in enumerate(parts) if total >= need), len(parts) - 1)
-        total, _, part = parts.pop(enough)
+        enough = [key for key, (total, _) in parts.items() if total >= need]
+        key = min(enough, key=lambda k: parts[k][0]) if enough else max(parts, key=lambda k: parts[k][0])
+        total, part = parts.pop(key)
         taken += _take(part, min(total, need), depth + 1)
         need -= min(total, need)
     return taken

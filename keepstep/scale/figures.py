@@ -155,14 +155,20 @@ CHECKPOINT_BLOCK = _measured(
 STATE_BYTES_PER_PARAMETER = _assumed(
     16, "B", "state of a parameter", "bf16 weight, fp32 master copy, AdamW, bf16 gradient"
 )
+GRADIENT_BYTES_PER_PARAMETER = _assumed(2, "B", "gradient of a parameter that is summed", "bf16")
 PARAMETERS = _assumed(2e12, "", "parameters", "'several trillion'; 2T is named in 3.2")
 MEMORY_FOR_STATE = _assumed(
     8e9, "B", "of a GPU's memory that the state may take", "a tenth of an H100; the rest: activations"
 )
 NIC = _assumed(50e9, "B/s", "a GPU's network", "400 Gbit/s; Table 2 reaches 45 GB/s")
+BACKWARD = _assumed(
+    2 / 3, "of a step", "the backward pass, in which sums can hide", "it takes twice the forward pass's work"
+)
 TAIL = _assumed(
     2, "", "a healthy step takes at most so many times the usual one", "for deadlines that cry wolf at nobody"
 )
+EMPTY_RESERVE = _assumed(0.01, "", "of the failures may find the reserve empty", "a choice, for the number of spares")
+AS_GOOD = _assumed(0.005, "", "of ETTR that fewer replicas may cost", "a choice, for the number of replicas")
 
 
 def all_figures() -> dict[str, Figure]:

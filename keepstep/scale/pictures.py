@@ -90,7 +90,7 @@ def trade_off(points: Sequence[tuple[int, Spread, float]], *, limit: float, chos
         handles, names = (
             a + b for a, b in zip(axes.get_legend_handles_labels(), other.get_legend_handles_labels(), strict=True)
         )
-        axes.legend(handles, names, frameon=False, loc="center right")
+        axes.legend(handles, names, frameon=False, loc="center", bbox_to_anchor=(0.5, 0.6))
 
 
 class _figure:
