@@ -53,6 +53,7 @@ class Scenario:
     rejoin_s: float = 0.0  # all wait when a replica comes back
     recovery: Recovery
     while_down: Literal["again", "ignored"] = "again"  # a failure of a replica that is being rebuilt
+    spare_the_last: bool = False  # nothing happens to the only replica that trains: for tests of real jobs
     restore_s: float = 0.0  # reading a checkpoint when no replica is left, if `recovery` does not say it
     spares: int | None = None  # hosts in reserve; None: never empty
     repair_s: float = figures.REPAIR.value

@@ -13,7 +13,7 @@ Needs simpy (`pip install 'keepstep[scale]'`); without it ConfigError. No clock,
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -30,6 +30,7 @@ except ImportError:
     raise ConfigError("keepstep simulate and keepstep plan need simpy: pip install 'keepstep[scale]'") from None
 
 Process = Generator[Any, Any, None]
+Strike = tuple[float, float, Kind]
 STOPPED = Kind(name="the whole job", count=1, shows=Shows.EXIT, new_host=False)
 FOUND_SLOW = Kind(name="slow", count=1, shows=Shows.EXIT, new_host=True)
 
@@ -85,6 +86,14 @@ def simulate(scenario: Scenario, *, seed: int, seconds: float) -> Outcome:
     )
 
 
+def strikes(scenario: Scenario, seed: int) -> Iterator[Strike]:
+    """Failures without end: seconds after the one before, which replica (a number below 1 to be scaled), and the kind."""
+    rng, counts = random.Random(f"{seed}/failures"), [kind.count for kind in scenario.kinds]
+    while True:
+        gap_s = scenario.mtbf_s if scenario.arrivals == "even" else rng.expovariate(1 / scenario.mtbf_s)
+        yield gap_s, rng.random(), rng.choices(scenario.kinds, counts)[0]
+
+
 class _Job:
     def __init__(self, env: Any, scenario: Scenario, seed: int) -> None:
         self._env, self._s = env, scenario
@@ -102,7 +111,7 @@ class _Job:
         self._spares = scenario.spares
         self._over = False
         self._loop = env.process(self._train())
-        env.process(self._fail(random.Random(f"{seed}/failures")))
+        env.process(self._fail(strikes(scenario, seed)))
         if scenario.job_mtbf_s < inf:
             env.process(self._stop(random.Random(f"{seed}/stops")))
         if scenario.slow:
@@ -119,13 +128,10 @@ class _Job:
 
     # --- what fails ----------------------------------------------------------------------------------------------
 
-    def _fail(self, rng: random.Random) -> Process:
-        kinds, counts = self._s.kinds, [kind.count for kind in self._s.kinds]
-        while True:
-            even = self._s.arrivals == "even"
-            yield self._env.timeout(self._s.mtbf_s if even else rng.expovariate(1 / self._s.mtbf_s))
-            where, kind = rng.random(), rng.choices(kinds, counts)[0]
-            among = sorted(self._training) if even else range(self._s.replicas)
+    def _fail(self, coming: Iterator[Strike]) -> Process:
+        for gap_s, where, kind in coming:
+            yield self._env.timeout(gap_s)
+            among = sorted(self._training) if self._s.arrivals == "even" else range(self._s.replicas)
             if among and self._strike(among[int(where * len(among))], kind):
                 self.failures += 1
 
@@ -153,7 +159,7 @@ class _Job:
 
     def _strike(self, replica: int, kind: Kind) -> bool:
         """Whether that made a difference."""
-        if self._over:
+        if self._over or (self._s.spare_the_last and self._training - set(self._struck) <= {replica}):
             return False
         if replica in self._training:
             if replica not in self._struck:

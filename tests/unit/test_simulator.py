@@ -138,6 +138,12 @@ def test_a_stop_of_the_whole_job_goes_back_to_the_checkpoint() -> None:
     assert found.seconds[Phase.ALLOCATION] == pytest.approx(4 * 100 * found.restores)
 
 
+def test_the_last_one_can_be_spared() -> None:
+    job = replace(BARE, replicas=3, mtbf_s=60, while_down="ignored")
+    assert simulate(job, seed=0, seconds=DAY).restores > 0
+    assert simulate(replace(job, spare_the_last=True), seed=0, seconds=DAY).restores == 0
+
+
 # --- bookkeeping -----------------------------------------------------------------------------------------------
 
 times = st.floats(0, 500)
@@ -156,6 +162,7 @@ scenarios = st.builds(
     rejoin_s=times,
     recovery=times.map(flat),
     while_down=st.sampled_from(["again", "ignored"]),
+    spare_the_last=st.booleans(),
     restore_s=times,
     spares=st.none() | st.integers(0, 3),
     repair_s=st.floats(1, 5000),
