@@ -1,10 +1,10 @@
-# make setup | demo | test | test-faults | soak | soak-simulation | exhaustive | fuzz | bench-kill | bench-allreduce | format
+# make setup | demo | test | test-faults | soak | soak-simulation | exhaustive | fuzz | bench-kill | bench-allreduce | bench-model | scale | format
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo test lint unit test-faults soak soak-simulation exhaustive fuzz bench-kill bench-allreduce format clean
+.PHONY: help setup setup-bench demo test lint unit test-faults soak soak-simulation exhaustive fuzz bench-kill bench-allreduce bench-model scale format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -64,6 +64,14 @@ bench-kill: setup-bench  ## survivors' stall after a kill, beside torchft and pl
 
 bench-allreduce: setup-bench  ## sums over 2 to 8 processes, beside gloo and torchft; as root for all of it
 	$(BIN)/python benchmarks/allreduce.py --json runs/bench-allreduce/allreduce.json
+
+bench-model: setup  ## the recovery-time model beside real jobs under kill -9; a quarter of an hour, on a quiet machine
+	$(BIN)/python benchmarks/validate_model.py --json docs/results/validate_model.json
+
+scale: setup  ## what docs/scale.md shows: the recovery-time model and the plan of a job of 98,304 GPUs
+	$(BIN)/keepstep simulate --sizes --json docs/results/simulate.json --out docs/results
+	$(BIN)/keepstep plan --json docs/results/plan.json --out docs/results
+	$(BIN)/keepstep plan --replicas 12 --topology examples/topology.toml
 
 format: setup
 	$(BIN)/ruff format .

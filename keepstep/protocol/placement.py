@@ -1,4 +1,4 @@
-"""Which host runs which ranks of which replica, and the ring between them (FT-HSDP section 2).
+"""Which host runs which ranks of which replica, and the ring between them (FT-HSDP: topology).
 
 Inside a replica latency counts, so its ranks share the smallest place that has room for them: a host, else a rack, a zone, a
 building. Replicas only sum gradients with each other, so they may be far apart. In this order:

@@ -1,7 +1,7 @@
 """Every figure that the model computes with: its value, its unit, where it comes from. Nothing else here holds a number.
 
-Three kinds. *paper*: what FT-HSDP (arXiv:2602.00277) says. *measured*: what docs/benchmarks.md says of keepstep. *assumed*:
-nobody has said it; the reason is given, and `keepstep plan` tells what the answer would be if it were half or double.
+*paper*: what FT-HSDP (arXiv:2602.00277) says, and where. *measured*: what docs/benchmarks.md says of keepstep. *setting*:
+keepstep's default. *assumed*: nobody has said it; the reason is given, and `keepstep plan` tells what would be otherwise.
 
 The paper gives the sync recovery of 98,304 GPUs as ten minutes, and of its parts only two: communicator init and the first step.
 `LOAD_CHECKPOINT` is what is left after these and the assumed small ones. It is the one figure that is there to make a sum come
@@ -19,6 +19,7 @@ class Origin(StrEnum):
 
     PAPER = "paper"
     MEASURED = "measured"
+    SETTING = "setting"
     ASSUMED = "assumed"
 
 
@@ -75,28 +76,34 @@ def _measured(value: float, unit: str, what: str, source: str) -> Figure:
     return Figure(value=value, unit=unit, origin=Origin.MEASURED, what=what, source=source)
 
 
+def _setting(value: float, unit: str, what: str, source: str) -> Figure:
+    return Figure(value=value, unit=unit, origin=Origin.SETTING, what=what, source=source)
+
+
 def _assumed(value: float, unit: str, what: str, source: str) -> Figure:
     return Figure(value=value, unit=unit, origin=Origin.ASSUMED, what=what, source=source)
 
 
 # --- the job ---------------------------------------------------------------------------------------------------
 
-GPUS = _paper(98_304, "", "GPUs", "7.1: 98K H100")
-REPLICAS = _paper(12, "", "replicas", "7.1")
+GPUS = _paper(98_304, "", "GPUs", "downtime experiment: 98K H100")
+REPLICAS = _paper(12, "", "replicas", "downtime experiment")
 GPUS_PER_HOST = _assumed(8, "", "GPUs of a host", "an H100 server")
-STEP = _paper(20, "s", "a step", "4")
-CHECKPOINT_EVERY = _paper(100, "steps", "between checkpoints", "5.6")
-MTBF = _paper(18 * MINUTE, "s", "between two failures of 98,304 GPUs", "1, 7.1")
-SERVER_RATE = _paper(2.3, "", "interruptions a day of 1,000 servers at 32K GPUs", "3.2; leads to one in 51 min, not 18")
-OVERSUBSCRIPTION = _paper(2.8, "", "oversubscription between zones, and between buildings", "3.1: 1:2.8")
+STEP = _paper(20, "s", "a step", "recovery breakdown")
+CHECKPOINT_EVERY = _paper(100, "steps", "between checkpoints", "checkpoints")
+MTBF = _paper(18 * MINUTE, "s", "between two failures of 98,304 GPUs", "introduction, downtime experiment")
+SERVER_RATE = _paper(
+    2.3, "", "interruptions a day of 1,000 servers at 32K GPUs", "hardware reliability; leads to one in 51 min, not 18"
+)
+OVERSUBSCRIPTION = _paper(2.8, "", "oversubscription between zones, and between buildings", "topology: 1:2.8")
 
 # --- recovery, phase by phase ------------------------------------------------------------------------------------
 
-SYNC_RECOVERY = _paper(10 * MINUTE, "s", "recovery of all 98,304 GPUs", "1, 4")
-INIT_16K = _paper(17, "s", "communicator init at 16,384 GPUs", "4, Figure 2")
-INIT_98K = _paper(200, "s", "communicator init at 98,304 GPUs; a power law in between and beyond", "4, Figure 2")
-COLD_ALLOCATION = _paper(5 * MINUTE, "s", "getting GPUs from the cloud anew", "4: up to 5 min")
-FIRST_STEP = _paper(200, "s", "the first step beyond an ordinary one", "7.1 on Figure 2: about 200 s")
+SYNC_RECOVERY = _paper(10 * MINUTE, "s", "recovery of all 98,304 GPUs", "introduction, recovery breakdown")
+INIT_16K = _paper(17, "s", "communicator init at 16,384 GPUs", "Figure 2")
+INIT_98K = _paper(200, "s", "communicator init at 98,304 GPUs; a power law in between and beyond", "Figure 2")
+COLD_ALLOCATION = _paper(5 * MINUTE, "s", "getting GPUs from the cloud anew", "recovery breakdown: up to 5 min")
+FIRST_STEP = _paper(200, "s", "the first step beyond an ordinary one", "downtime experiment on Figure 2: about 200 s")
 WARM_ALLOCATION = _assumed(30, "s", "getting GPUs out of a reserve", "'greatly reduces' 5 min")
 START = _assumed(40, "s", "starting PyTorch", "seconds here, minutes from a shared file system")
 HEALTH_CHECK = _assumed(30, "s", "checking the hosts", "a short stress test")
@@ -109,30 +116,36 @@ LOAD_CHECKPOINT = _assumed(
 
 # --- a failure under FT-HSDP ---------------------------------------------------------------------------------------
 
-TIMEOUT = _paper(60, "s", "until a failure is noticed", "5.3, 7.1")
-RETRAIN = _paper(20, "s", "training the failed step again", "7.1")
-POWER_PAUSE = _paper(45, "s", "the power smoother's pause when all GPUs stop", "7.1; found and fixed")
-BUG_PAUSE = _paper(45, "s", "a needless reconfiguration", "7.1; found and fixed")
-STALL = _paper(3 * MINUTE, "s", "stall of the survivors", "7.1")
+TIMEOUT = _paper(60, "s", "until a failure is noticed", "failure detection, downtime experiment")
+RETRAIN = _paper(20, "s", "training the failed step again", "downtime experiment")
+POWER_PAUSE = _paper(45, "s", "the power smoother's pause when all GPUs stop", "downtime experiment; found and fixed")
+BUG_PAUSE = _paper(45, "s", "a needless reconfiguration", "downtime experiment; found and fixed")
+STALL = _paper(3 * MINUTE, "s", "stall of the survivors", "downtime experiment")
 REBUILD_RING = _assumed(
     STALL.value - TIMEOUT.value - RETRAIN.value - POWER_PAUSE.value - BUG_PAUSE.value,
     "s",
     "a new ring in the paper",
     "what is left of its 3 min; it says 'seconds', and so does 60 + 10 + 20 = its 1.5 min",
 )
-REJOIN_STALL = _paper(100, "s", "all wait when a replica comes back", "7.1; not in the paper's 80%")
-FETCH = _paper(20, "s", "fetching the state from peers", "5.5: usually less than a step; taken as one")
+REJOIN_STALL = _paper(100, "s", "all wait when a replica comes back", "downtime experiment; not in the paper's 80%")
+FETCH = _paper(20, "s", "fetching the state from peers", "catch-up: usually less than a step; taken as one")
 
 # --- the same with keepstep ------------------------------------------------------------------------------------------
 
 SEEN_EXIT = _measured(0.097, "s", "survivors know of a dead process", "a sum, kill -9, TCP, the worst of 7")
-SEEN_SILENT = _measured(
-    5, "s", "a silent peer is given up", "4 x the slowest recent step, at most 5 s; 1.6-2 s measured"
+SEEN_SILENT = _setting(
+    5,
+    "s",
+    "a silent peer is given up",
+    "LinkSettings.silent_s: 4 x the slowest recent step, at most this; 1.6-2 s measured at short steps",
 )
-SEEN_STUCK = _measured(60, "s", "a peer without progress is given up", "10 x the slowest recent step, at most 60 s")
-DECISION = _paper(
-    0.7, "s", "a quorum decision at 98,304 ranks", "6: get_quorum; ours at this size: see the quorum table"
+SEEN_STUCK = _setting(
+    60,
+    "s",
+    "a peer without progress is given up",
+    "EngineSettings.progress_ceiling_s: 10 x the slowest recent step, at most this",
 )
+DECISION = _paper(0.7, "s", "a quorum decision at 98,304 ranks", "get_quorum; ours at this size: see the quorum table")
 NEW_RING = _measured(0.0047, "s", "a new ring after one left", "members that go and come, N=4, the worst of 100")
 REPEAT_SUM = _assumed(
     0.5, "s", "repeating the sums of a step", "2 x 1 GB a GPU at a fourth of the paper's 45 GB/s, ten times that"
@@ -156,7 +169,7 @@ STATE_BYTES_PER_PARAMETER = _assumed(
     16, "B", "state of a parameter", "bf16 weight, fp32 master copy, AdamW, bf16 gradient"
 )
 GRADIENT_BYTES_PER_PARAMETER = _assumed(2, "B", "gradient of a parameter that is summed", "bf16")
-PARAMETERS = _assumed(2e12, "", "parameters", "'several trillion'; 2T is named in 3.2")
+PARAMETERS = _assumed(2e12, "", "parameters", "'several trillion'; 2T is named with silent data corruption")
 MEMORY_FOR_STATE = _assumed(
     8e9, "B", "of a GPU's memory that the state may take", "a tenth of an H100; the rest: activations"
 )

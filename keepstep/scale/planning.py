@@ -228,7 +228,9 @@ def _changes(base: Scenario) -> list[tuple[str, tuple[str, Change], tuple[str, C
         later: Mapping[Shows, Notice] = {**base.notice, shows: replace(base.notice[shows], after_s=after_s)}
         return lambda s: replace(s, notice=later)
 
-    same: Change = lambda s: s  # noqa: E731
+    def same(s: Scenario) -> Scenario:
+        return s
+
     paper = figures
     start = paper.WARM_ALLOCATION.value + paper.START.value + paper.HEALTH_CHECK.value
     slow = Slow(mtbf_s=figures.DAY, factor=1.25, found_after_s=figures.HOUR)
@@ -269,6 +271,11 @@ def _changes(base: Scenario) -> list[tuple[str, tuple[str, Change], tuple[str, C
             "warm spares",
             (f"{base.recovery.allocation:g} s", same),
             (f"none: {start:g} s", lambda s: replace(s, recovery=replace(s.recovery, allocation=start))),
+        ),
+        (
+            "power smoother",
+            ("rides it out", same),
+            ("45 s at each failure", lambda s: replace(s, pause_s=paper.POWER_PAUSE.value)),
         ),
         (
             "slow ranks",

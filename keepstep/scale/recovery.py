@@ -1,4 +1,4 @@
-"""How long it takes until so many GPUs train again, phase by phase (FT-HSDP section 4, Figure 2).
+"""How long it takes until so many GPUs train again, phase by phase (FT-HSDP, Figure 2).
 
 Communicator init grows with the GPUs as a power law through the paper's two points, 17 s at 16K and 200 s at 98K (exponent 1.38;
 a straight line through them would be negative at 8K). The paper says of all other phases that they do not grow significantly.

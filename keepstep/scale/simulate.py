@@ -73,7 +73,7 @@ def over_sizes(*, seed: int, seeds: int, days: float) -> dict[str, dict[int, Spr
 def assumptions() -> list[str]:
     """Every figure with its source, as a table."""
     rows = [
-        (f.what, f"{f.value:,g} {f.unit}".strip(), f.origin.value, f.source) for f in figures.all_figures().values()
+        (f.what, f"{f.value:,.7g} {f.unit}".strip(), f.origin.value, f.source) for f in figures.all_figures().values()
     ]
     kinds = [
         (k.name, f"{k.count} of {sum(k.count for k in figures.KINDS)}", k.shows.value, "yes" if k.new_host else "no")

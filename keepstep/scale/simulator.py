@@ -31,6 +31,7 @@ except ImportError:
 
 Process = Generator[Any, Any, None]
 Strike = tuple[float, float, Kind]
+ROUNDING_S = 1e-6
 STOPPED = Kind(name="the whole job", count=1, shows=Shows.EXIT, new_host=False)
 FOUND_SLOW = Kind(name="slow", count=1, shows=Shows.EXIT, new_host=True)
 
@@ -258,7 +259,7 @@ class _Job:
         passed = self._env.now - began
         self.spent[cause] += passed * len(self._training)
         if not undisturbed:
-            self._stall.appendleft((cause, seconds - passed))
+            self._stall.appendleft((cause, max(0.0, seconds - passed)))
 
     def _take_news(self) -> None:
         self._slow |= self._slowing & self._training
@@ -266,7 +267,7 @@ class _Job:
         struck, self._struck = self._struck, {}
         if not struck:
             return
-        into = self._progress % self._s.step_s
+        into = self._into_the_step()
         for replica, kind in struck.items():
             self._training.remove(replica)
             self._slow.discard(replica)
@@ -303,7 +304,12 @@ class _Job:
     # --- work ----------------------------------------------------------------------------------------------------------
 
     def _until_the_step_ends(self) -> float:
-        return (self._s.step_s - self._progress % self._s.step_s) / self._rate()
+        return (self._s.step_s - self._into_the_step()) / self._rate()
+
+    def _into_the_step(self) -> float:
+        """0 at its end, whatever the remainder of two floats is."""
+        into = self._progress % self._s.step_s
+        return into if self._s.step_s - into > ROUNDING_S else 0.0
 
     def _rate(self) -> float:
         """Seconds of undisturbed training done in a second."""
@@ -329,7 +335,8 @@ class _Job:
         """The newest complete checkpoint; what is in it cannot be lost any more."""
         if self._s.checkpoint_every_s < inf:
             written = self._progress - self._s.checkpoint_write_s
-            self._durable = max(self._durable, written // self._s.checkpoint_every_s * self._s.checkpoint_every_s)
+            due = written // self._s.checkpoint_every_s * self._s.checkpoint_every_s
+            self._durable = max(self._durable, (due + ROUNDING_S) // self._s.step_s * self._s.step_s)  # at a step's end
         while self._undone and self._undone[0][1] <= self._durable:
             self._undone.popleft()
 

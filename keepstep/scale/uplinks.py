@@ -1,4 +1,4 @@
-"""What a ring sends out of a zone and out of a building, against what their uplinks carry (FT-HSDP section 2).
+"""What a ring sends out of a zone and out of a building, against what their uplinks carry (FT-HSDP: topology).
 
 Each rank sends to the rank of the same number in the next replica. Where that one is elsewhere, the bytes share the uplink of
 the place with all others that leave it; an uplink carries 1/oversubscription of what the place's GPUs could send together. The

@@ -1,6 +1,7 @@
 """The recovery model against what the paper says, and the command that shows it."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from keepstep.scale import figures, ladder, recovery
 from keepstep.scale.closed_form import sync_even
 from keepstep.scale.figures import KINDS, Origin
 from keepstep.scale.ladder import Job, climb, ours, paper_fixed, paper_replicas, paper_sync
+from keepstep.scale.simulate import assumptions
 
 DAY = 86_400.0
 
@@ -70,6 +72,17 @@ def test_every_figure_says_where_it_comes_from() -> None:
     assert len(found) > 30
     assert all(figure.source and figure.what for figure in found.values())
     assert {figure.origin for figure in found.values()} == set(Origin)
+
+
+def test_the_page_shows_the_figures_that_are_used() -> None:
+    """docs/scale.md has the table of `keepstep simulate --assumptions`."""
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    missing = [row for row in map(squeeze, assumptions()) if row not in map(squeeze, page.splitlines())]
+    assert not missing
+
+
+def squeeze(line: str) -> str:
+    return re.sub("-+", "-", " ".join(line.split()))
 
 
 def test_more_failures_per_gpu_hurt_more() -> None:

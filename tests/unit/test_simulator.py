@@ -1,5 +1,7 @@
 """The recovery-time simulator against formulas, against the paper, and against bookkeeping."""
 
+import importlib
+import sys
 from dataclasses import replace
 from math import inf
 from statistics import fmean
@@ -195,3 +197,10 @@ def test_impossible_scenarios_are_refused() -> None:
         replace(BARE, replicas=0)
     with pytest.raises(ConfigError, match="must be positive"):
         replace(BARE, mtbf_s=0)
+
+
+def test_without_simpy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "simpy", None)
+    monkeypatch.delitem(sys.modules, "keepstep.scale.simulator")
+    with pytest.raises(ConfigError, match=r"pip install 'keepstep\[scale\]'"):
+        importlib.import_module("keepstep.scale.simulator")
