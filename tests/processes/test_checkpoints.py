@@ -130,6 +130,28 @@ def test_every_replica_dies_and_the_job_goes_on_from_the_newest_checkpoint(
     check(history(result), result, 40, replicas=2, ranks=1, options=args)
 
 
+def test_a_job_that_is_stopped_goes_on_from_the_step_it_stopped_at(tmp_path: Path, checkpoints: list[str]) -> None:
+    args = (*ARGS, "--steps", "100")
+    process = start(tmp_path / "first", "--replicas", "2", *checkpoints, args=args)
+    try:
+        wait_until(lambda: len([e for e in read_events(tmp_path / "first") if e["event"] == "commit"]) >= 26)
+        said = subprocess.run(
+            [sys.executable, "-m", "keepstep", "stop", str(tmp_path / "first")],
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        first = finish(process, tmp_path / "first", 60)
+    finally:
+        kill_all(tmp_path / "first")
+    assert first.code == 0, first.output
+    step = first.decisions[-1]["step"]
+    assert f"the job has stopped before step {step}" in said.stdout
+    assert saved(tmp_path / "first")[-1] == step
+    assert step < 100
+    second = run(tmp_path / "second", "--replicas", "2", *checkpoints, args=args)
+    assert second.decisions[0]["step"] == step
+    check(history(first, second), second, 100, replicas=2, ranks=1, options=args)
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("phase", ["saving", "publishing"])
 def test_a_saver_that_is_killed_costs_its_checkpoint_and_nothing_else(
