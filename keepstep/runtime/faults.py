@@ -37,6 +37,7 @@ class Phase(StrEnum):
     BEFORE_VOTE = "before_vote"
     BETWEEN_VOTE_AND_COMMIT = "between_vote_and_commit"
     OPTIMIZER_STEP = "optimizer_step"
+    OFFLOADING = "offloading"  # of an offloaded optimizer's state a piece is updated, and not yet in host memory
     SERVING_STATE = "serving_state"
     FETCHING_STATE = "fetching_state"
     LOADING_STATE = "loading_state"

@@ -8,7 +8,7 @@ What is put into one lane happens in order; between lanes only `record` and `wai
 both memories are the same one and everything happens at once, so every order holds; on an accelerator (`StreamLanes`) a wait that
 is missing is a race. `tests/unit/races.py` finds those without a device.
 
-`StreamLanes` has never run on a device: `tests/gpu/test_offload.py` is what checks it, on a machine that has one.
+`StreamLanes` has never run on a device: `tests/gpu/test_offload_gpu.py` is what checks it, on a machine that has one.
 """
 
 from typing import Any, Protocol

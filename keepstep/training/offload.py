@@ -64,9 +64,8 @@ class Offload:
         *,
         piece_bytes: int = PIECE_BYTES,
         lanes: Lanes | None = None,
-        on_piece: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """`on_piece(n)`: piece n is updated, and not yet in host memory. Raises ConfigError."""
+        """`lanes`: None: those of the parameters' device. Raises ConfigError."""
         if piece_bytes < 1:
             raise ConfigError(f"offload_bytes must be at least 1, got {piece_bytes}")
         devices = {local(p).device for group in optimizer.param_groups for p in group["params"]}
@@ -74,7 +73,7 @@ class Offload:
             raise ConfigError(
                 f"offload_optimizer needs all parameters on one device, they are on {sorted(map(str, devices))}"
             )
-        self.optimizer, self.piece_bytes, self._on_piece = optimizer, piece_bytes, on_piece
+        self.optimizer, self.piece_bytes = optimizer, piece_bytes
         self._lanes = lanes_of(devices.pop()) if lanes is None else lanes
         self.pieces = 0
         """How many pieces the last step had."""
@@ -83,8 +82,11 @@ class Offload:
         self.device_bytes_max = 0
         """The most it ever had. At most twice `piece_bytes`, or twice the state of the largest parameter."""
 
-    def step(self) -> None:
-        """`optimizer.step()`: afterwards parameters and host memory hold its result. Raises ConfigError."""
+    def step(self, on_piece: Callable[[], None] = lambda: None) -> None:
+        """`optimizer.step()`: afterwards parameters and host memory hold its result. Raises ConfigError.
+
+        `on_piece` is called when one is updated, and not yet in host memory.
+        """
         if self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks:
             raise ConfigError(
                 "the optimizer has step hooks, which offload_optimizer would call once for every piece: remove them, or set "
@@ -103,7 +105,7 @@ class Offload:
                 if number >= 2:
                     self._let_go(pieces[number - 2])
                 self._update(piece)
-                self._on_piece(number)
+                on_piece()
                 self._drain(piece)
         finally:
             for group, params in zip(groups, everything, strict=True):

@@ -43,6 +43,7 @@ from keepstep.training.buckets import Buckets
 from keepstep.training.checkpoint import make_checkpointer
 from keepstep.training.data import MapDataset, Units, step_seed
 from keepstep.training.join import Job
+from keepstep.training.offload import PIECE_BYTES, Offload
 from keepstep.training.progress import Progress
 from keepstep.training.state import Stateful, TrainingState
 
@@ -150,6 +151,8 @@ class Training:
         wire_dtype: in which gradients travel between replicas. None: as they are, 16-bit ones as float32, so that they are added
             up in float32; torch.bfloat16 or torch.float16 halve the bytes, and round at each replica.
         engine: settings of the exchange; the same for every replica.
+        offload_optimizer: keep the optimizer's state in host memory, and bring it to the device for its step, piece by piece. The
+            bits stay the same. offload_bytes: of a piece; two of them are on the device at a time.
         state_copy_bytes_max: host memory for copies of a state that a peer, or a checkpoint, is still reading.
         log_every: steps between two lines of the log that say how training goes; one replica writes them. 0: none.
         tokens_per_sample: for the log's `tps`, tokens a second of the whole job. None: it says `sps`, samples a second.
@@ -179,6 +182,8 @@ class Training:
         data_policy: str = "pool",
         bucket_bytes: int = 25 << 20,
         extra: Mapping[str, Stateful] | None = None,
+        offload_optimizer: bool = False,
+        offload_bytes: int = PIECE_BYTES,
         state_copy_bytes_max: int = 1 << 62,
         wire_dtype: torch.dtype | None = None,
         engine: EngineSettings | None = None,
@@ -220,6 +225,7 @@ class Training:
         if scheduler is not None:
             parts["scheduler"] = scheduler
         self.state = TrainingState(model, optimizer, extra=parts, copy_bytes_max=state_copy_bytes_max)
+        self.offload = Offload(optimizer, piece_bytes=offload_bytes) if offload_optimizer else None
         self.ledger: LedgerState = self.units.ledger
         self.next_step = 0
         self.grad_norm: float | None = None
@@ -352,11 +358,22 @@ class Training:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * scale if scale != 1.0 else rate
         self.job.runtime.fault(Phase.OPTIMIZER_STEP, decision.step)
-        self.optimizer.step()
+        if self.offload is None:
+            self.optimizer.step()
+        else:
+            self._step_offloaded(self.offload, decision)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def _step_offloaded(self, offload: Offload, decision: Decision) -> None:
+        first = not offload.pieces
+        offload.step(on_piece=lambda: self.job.runtime.fault(Phase.OFFLOADING, decision.step))
+        if first:
+            held, most = offload.host_bytes, offload.device_bytes_max
+            log.info("optimizer offloaded: %d bytes of state in host memory, at most %d on the device", held, most)
+            self.job.runtime.emit("offload", host_bytes=held, device_bytes_max=most, pieces=offload.pieces)
 
     def _load(self, given: Given) -> None:
         order = given.order

@@ -1,7 +1,7 @@
 """Counts the bytes of tensors that come into being while it is on, and go again.
 
 What it sees: the storage of every result of every torch operation, views once, from its creation to its end. What it does not:
-memory inside one operation (a fused kernel's scratch), and what was there before.
+memory inside one operation (a fused kernel's scratch), what was there before, and tensors on "meta", which have none.
 """
 
 import weakref
@@ -24,7 +24,7 @@ class StorageMeter(TorchDispatchMode):
         inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in inputs and storage._cdata not in self._known:
                     self._add(storage)

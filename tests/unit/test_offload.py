@@ -135,7 +135,7 @@ def test_what_is_allocated_in_a_step_is_two_pieces_and_what_the_optimizer_needs_
     with StorageMeter() as meter:
         big.offload.step()
     scalars = 4096
-    assert 2 * 4 * MB <= meter.peak <= 2 * 4 * MB + 2 * 2 * MB + scalars
+    assert 0 <= meter.peak - (2 * 4 * MB + 2 * MB) <= scalars, "two buffers, and a temporary for each of two parameters"
     assert meter.left <= scalars, "nothing stays"
     with StorageMeter() as without:
         big.optimizer.step()

@@ -44,6 +44,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--mixed", action="store_true", help="bfloat16 parameters in forward, float32 in reductions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gamma", type=float, default=0.9, help="of the learning rate, every ten steps")
+    parser.add_argument("--offload", type=int, nargs="*", default=[], help="the replicas that offload their optimizer")
+    parser.add_argument("--offload-bytes", type=int, default=1500)
     parser.add_argument("--final-loss", action="store_true", help="write down the loss over all data at the end")
     parser.add_argument("--raise-at", type=int, default=None)
     parser.add_argument("--leave-at", type=int, default=None)
@@ -80,6 +82,8 @@ def main(
             accumulate=args.accumulate,
             bucket_bytes=args.bucket_bytes,
             data_policy=args.data_policy,
+            offload_optimizer=job.replica_id in args.offload,
+            offload_bytes=args.offload_bytes,
         )
         pretend = threading.Event()  # nobody sets it: waiting for it takes time, as computing would
         for step in training:
