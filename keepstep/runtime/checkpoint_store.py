@@ -188,9 +188,14 @@ def _read_manifest(path: Path) -> Manifest:
     names = [row.name for part in manifest.parts for row in part.files]
     if ill_formed(manifest.ledger) or not manifest.parts or manifest.state.step < 0 or manifest.state.lineage < 0:
         raise RemoteProtocolError(f"{path} is no manifest that can be meant")
-    if any(Path(name).name != name or name in (".", "..") for name in names):
-        raise RemoteProtocolError(f"{path} names a file outside its directory")
+    if not all(map(_is_file_name, names)):
+        raise RemoteProtocolError(f"{path} names files that cannot be in its directory")
     return manifest
+
+
+def _is_file_name(name: str) -> bool:
+    """Of one that may be in a directory: asking for any other is an error, not its absence."""
+    return 0 < len(name.encode()) <= 255 and name not in (".", "..") and not set(name) & {"/", "\0"}
 
 
 def _touched(path: Path) -> int:

@@ -12,9 +12,11 @@ import json
 import os
 import socket
 import struct
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +52,7 @@ from keepstep.protocol.messages import (
     Peer,
     Policy,
     Report,
+    Request,
     RingBroken,
     Role,
     StartOver,
@@ -58,6 +61,7 @@ from keepstep.protocol.messages import (
     Vote,
 )
 from keepstep.protocol.quorum import chain, decide, speculate
+from keepstep.runtime.checkpoint_store import MANIFEST, CheckpointStore, FileRow, Manifest, Part
 from keepstep.runtime.environment import Environment
 from keepstep.runtime.etcd_members import parse_url
 from keepstep.runtime.etcd_view import Reading
@@ -440,6 +444,20 @@ def store_key(data: bytes) -> None:
     decide_upon(reading)
 
 
+def store_request(data: bytes) -> None:
+    """What somebody wants of a replica and of the job, beside reports that answer the last decision."""
+    reading = Reading(ROOT)
+    reading.change(put(b"decision", encode(DECISION), 1))
+    for report in (replace(REPORT, leaving=True), *OTHERS):
+        reading.change(put(b"reports/%d" % report.replica_id, encode(report), 2))
+    reading.change(put(b"requests/0", data, 3))
+    decide_upon(reading)
+    reading.change(put(b"requests/job", data, 4))
+    decide_upon(reading)
+    for about, request in reading.view().requests.items():
+        assert decode(encode(request), Request) == request, about
+
+
 def store_endpoints(data: bytes) -> None:
     """Where the ranks of a replica listen."""
     with contextlib.suppress(RemoteProtocolError):
@@ -450,6 +468,26 @@ def store_endpoints(data: bytes) -> None:
                     with contextlib.suppress(OSError):
                         sock.connect((endpoint.host, endpoint.ftar_port))
             http.client.HTTPConnection(endpoint.host, endpoint.state_port)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------
+
+_shared = tempfile.TemporaryDirectory()
+_one = Path(_shared.name) / "000000002-2-life"
+_one.mkdir()
+(_one / "__0_0.distcp").write_bytes(b"bytes")
+MANIFESTED = Manifest(
+    version="0", state=state(2, 2), ledger=LEDGER,
+    parts=(Part(files=(FileRow(name="__0_0.distcp", size=5, xxh3="0"),), tensors=(), values="{}"),),
+)  # fmt: skip
+
+
+def checkpoint_manifest(data: bytes) -> None:
+    """What is found beside the files of a checkpoint: it is one, or it is passed over."""
+    (_one / MANIFEST).write_bytes(data)
+    for found in CheckpointStore(Path(_shared.name), keep=3).found():
+        assert found.checkpoint.state.step >= 0
+        assert decode(encode(found.manifest), Manifest) == found.manifest
 
 
 # --- state over HTTP -------------------------------------------------------------------------------------------
@@ -592,6 +630,10 @@ TARGETS: dict[str, Target] = {
         store_key,
         (b"decision=" + encode(DECISION), b"reports/0=" + encode(REPORT), b"dead/a={}", b"announced/1={}"),
     ),
+    "request": Target(
+        store_request, tuple(encode(Request(request_id="1", leave=leave, by="me")) for leave in (True, False))
+    ),
+    "checkpoint manifest": Target(checkpoint_manifest, (encode(MANIFESTED),)),
     "endpoints": Target(store_endpoints, (encode(ENDPOINTS), encode(ENDPOINTS * 3))),
     "http answer": Target(http_answer, (signed(b"{}"), b"HTTP/1.1 401 no\r\nX-Keepstep-Challenge: 0\r\n\r\n")),
     "manifest": Target(manifest, (b'{"total": 100, "tensors": [], "values": {}}',)),
