@@ -376,7 +376,7 @@ class Judge:
             return
         if self.last is None:
             raise Violation("I5: nothing has been decided yet, and already somebody gives up")
-        readable = self._readable(None)
+        readable = None if self.world.stopping else self._readable(None)  # who is to stop restores nothing for it
         if readable is not None and self.world.clock.now - life.steady_since > STEADY:
             raise Violation(f"I5: {life.incarnation} gives up, but checkpoint {readable} can be read")
         holder = self._holder(life)
