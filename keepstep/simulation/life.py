@@ -151,7 +151,8 @@ class Life:
         if any(not each.left for each in self.ranks):
             return
         self.finished = self.world.judge.on_left(self, order)
-        self.world.say(self.replica_id, f"leaves ({order.error or order.left or 'the job is complete'})")
+        why = order.error or order.left
+        self.world.say(self.replica_id, f"leaves ({why})" if why else "leaves: the job is complete")
         self.leader.close()
         self.world.end(self)
 
