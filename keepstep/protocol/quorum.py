@@ -384,17 +384,20 @@ def _finish(case: _Case, last: Decision, plan: _Plan) -> Decision | Wait:
 
 def _stop(case: _Case, last: Decision, plan: _Plan, reason: str) -> Decision | Wait:
     """The job ends here, and is not complete: once this state is saved, if states are."""
-    known = last.start == plan.start
-    if case.policy.checkpoint_every and plan.start.step and not (known and last.restore is not None):
-        answer = case.answers.get(last.saver) if known and last.saver is not None else None
-        if answer is None:
-            return _decision(
-                case, plan, Kind.GATHER, f"{reason}; state {plan.start.step} is saved first", {}, save_every=1
-            )
+    known, step = last.start == plan.start, plan.start.step
+    if case.policy.checkpoint_every and step and not (known and last.restore is not None):
+        told = [
+            r for r in plan.holders if known and r.replica_id == last.saver and last.member(last.saver, r.incarnation)
+        ]
+        busy = all(r.saving for r in told or plan.holders)  # who was told with it; or everybody with older states
         until = _first_answer(case, last) + case.policy.save_wait_ns
-        if answer.report.saving and case.now < until:
-            saver = names([answer.report.replica_id])
-            return Wait(reason=f"{reason}; waiting for {saver} to save state {plan.start.step}", until=until)
+        if busy and case.now < until:
+            savers = names(r.replica_id for r in told or plan.holders)
+            return Wait(
+                reason=f"{reason}; waiting for {savers} to save {'it' if told else 'older states'}", until=until
+            )
+        if not told and not busy:
+            return _decision(case, plan, Kind.GATHER, f"{reason}; state {step} is saved first", {}, save_every=1)
     return replace(_decision(case, plan, Kind.END, reason, {}), stopped=True)
 
 

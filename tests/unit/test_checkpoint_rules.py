@@ -216,7 +216,7 @@ def test_a_job_that_is_asked_to_stop_ends_when_its_state_is_saved() -> None:
     held = [report(i, gather.seq, OUTCOME, ledger=gather.ledger) for i in range(3)]
     saving = [replace(r, saving=r.replica_id == gather.saver) for r in held]
     wait, end = waits_until(view(*saving, last=gather, stopping=True), SAVING)
-    assert f"waiting for replica {gather.saver} to save state {OUTCOME.step}" in wait.reason
+    assert wait.reason.endswith(f"waiting for replica {gather.saver} to save it")
     assert (end.kind, end.stopped, wait.until) == (Kind.END, True, NOW + SAVING.save_wait_ns), "storage does not answer"
     through = decided(view(*held, last=gather, stopping=True), SAVING)
     assert (through.kind, through.stopped, through.start) == (Kind.END, True, OUTCOME)
@@ -224,6 +224,20 @@ def test_a_job_that_is_asked_to_stop_ends_when_its_state_is_saved() -> None:
     again = decided(view(*rest, last=gather, dead=(f"{gather.saver}a",), stopping=True), SAVING)
     assert again.kind is Kind.GATHER
     assert again.saver in {r.replica_id for r in rest}, "whoever should have saved it is dead"
+    reborn = report(gather.saver, gather.seq, life="b")
+    again = decided(view(*rest, reborn, last=gather, stopping=True), SAVING)
+    assert again.kind is Kind.GATHER, "its next life has saved nothing"
+    assert again.saver in {r.replica_id for r in rest}
+
+
+def test_who_still_saves_an_older_state_is_waited_for() -> None:
+    """Nobody is there to save the last one: no decision follows another until somebody is, or for too long."""
+    busy = [replace(completed(i), saving=True) for i in range(3)]
+    wait, end = waits_until(view(*busy, last=L, stopping=True), SAVING)
+    assert wait.reason.endswith("waiting for replicas 0, 1 and 2 to save older states")
+    assert (end.kind, end.stopped, wait.until) == (Kind.END, True, NOW + SAVING.save_wait_ns)
+    free = decided(view(busy[0], completed(1), busy[2], last=L, stopping=True), SAVING)
+    assert (free.kind, free.saver) == (Kind.GATHER, 1)
 
 
 def test_without_checkpoints_it_ends_at_once() -> None:
