@@ -60,7 +60,8 @@ class Replica:
         self.id, self.history = replica_id, history
         self.life: Life | None = None
         self.outcome = ""  # "done", "left", or why it was given up
-        self.leaving = False  # it was asked to leave
+        self.leaving = False  # it was asked to leave, or the job to stop
+        self.drained = False  # it itself was
         self.request_id = ""  # of the newest request about it
 
     @property
@@ -231,6 +232,7 @@ class Launcher:
                 self._say(
                     f"replica {replica.id} leaves at its next step boundary, asked by {request.by} (keepstep drain)"
                 )
+                replica.drained = True
                 self._let_go(replica)
 
     def _let_go(self, replica: Replica) -> None:
@@ -249,7 +251,7 @@ class Launcher:
         if replica.outcome == "done" or (replica.over and running) or not (replica.over or replica.leaving):
             return
         self._say(f"replica {replica.id} {'stays' if running else 'is started again'}, asked by {by} (keepstep add)")
-        replica.leaving = False
+        replica.leaving = replica.drained = False
         if running:
             assert self._store is not None
             self._tell.put_nowait(self._store.announce(ReplicaId(replica.id)))
@@ -262,8 +264,6 @@ class Launcher:
         replica.outcome = "left"
         self._events.emit("replica_left", {"replica": replica.id, "reason": words})
         self._say(f"replica {replica.id} {words}")
-        if self._stop_asked:
-            self._finish()
         self._check_end()
 
     # --- exits ------------------------------------------------------------------------------------------------
@@ -348,6 +348,8 @@ class Launcher:
             self._check_end()
         elif replica.leaving:
             left = code == 0 and self._has(life, HAS_LEFT)
+            if left and not replica.drained:  # the job has stopped; before, others may still be saving its state
+                self._finish()
             self._has_left(
                 replica, "has left the job" if left else f"was to leave, and has failed before: {life.cause}"
             )

@@ -233,6 +233,8 @@ def coming(replica: ReplicaId) -> Progress:
 def stopping(view: StoreView) -> Awaited:
     """Until nobody trains any more."""
     last = view.last
+    if last is not None and last.kind is Kind.GATHER and last.saver is not None:
+        return Awaited(f"replica {last.saver} saves state {last.step}; then all leave")
     if last is None or last.kind is not Kind.END:
         return Awaited("waiting for every replica to reach the same step boundary")
     if view.reports and view.connected:

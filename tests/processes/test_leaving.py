@@ -129,6 +129,27 @@ def test_a_leader_that_dies_while_the_job_stops_holds_up_nobody(tmp_path: Path) 
     assert not result.of("restart")
 
 
+@pytest.mark.faults
+def test_a_saver_that_dies_while_the_job_stops_is_replaced(tmp_path: Path) -> None:
+    """However long the other one takes: an exit that was no end of the job does not start the grace of those who follow."""
+    slow = [word for r in range(2) for word in ("--fault", f"slow=4 replica={r} rank=0 phase=saving")]
+    options = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "100000", "--finish-grace", "1")
+    with Job(tmp_path / "run", *options, *slow, replicas=2, args=ENDLESS) as job:
+        for replica in range(2):
+            train_on(tmp_path / "run", replica)
+        command = [sys.executable, "-m", "keepstep", "stop", str(tmp_path / "run")]
+        asked = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        first = wait_until(lambda: [e["saver"] for e in job.of("decision") if e["saver"] is not None])[0]
+        os.kill(next(e["pids"][0] for e in job.of("spawn") if e["replica"] == first), signal.SIGKILL)
+        result = finish(job.process, tmp_path / "run", 60)
+        said, _ = asked.communicate(timeout=60)
+    stopped_well(result, {1 - first})
+    assert asked.returncode == 0
+    (checkpoint,) = result.of("checkpoint")
+    assert (checkpoint["replica"], checkpoint["step"]) == (1 - first, max(c["step"] for c in result.of("commit")) + 1)
+    assert f"keepstep: replica {1 - first} saves state {checkpoint['step']}; then all leave" in said
+
+
 def test_a_job_on_another_store_wants_its_own_token(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=1, args=ENDLESS) as job:
         train_on(tmp_path, 0)
