@@ -145,6 +145,7 @@ SEEN_STUCK = _setting(
     "a peer without progress is given up",
     "EngineSettings.progress_ceiling_s: 10 x the slowest recent step, at most this",
 )
+PROGRESS_FLOOR = _setting(10, "s", "and never before", "EngineSettings.progress_floor_s")
 DECISION = _paper(0.7, "s", "a quorum decision at 98,304 ranks", "get_quorum; ours at this size: see the quorum table")
 NEW_RING = _measured(0.0047, "s", "a new ring after one left", "members that go and come, N=4, the worst of 100")
 REPEAT_SUM = _assumed(

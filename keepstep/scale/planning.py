@@ -19,7 +19,6 @@ from keepstep.scale.ladder import Job, Spread
 from keepstep.scale.scenario import Notice, Scenario, Slow
 
 REPLICAS_MAX = 32  # FTAR is made for rings of up to 16
-PROGRESS_FLOOR_S, PROGRESS_CEILING_S = 10.0, 60.0  # what EngineSettings has by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +164,7 @@ def checkpoint_steps(needs: Needs, mine: Scenario) -> int:
 
 def progress_deadline(step_s: float) -> float:
     """Seconds without progress after which a peer that answers is given up."""
-    return min(PROGRESS_CEILING_S, max(PROGRESS_FLOOR_S, figures.TAIL.value * step_s))
+    return min(figures.SEEN_STUCK.value, max(figures.PROGRESS_FLOOR.value, figures.TAIL.value * step_s))
 
 
 def _choose(needs: Needs, replicas: int, *, seed: int, seeds: int, days: float) -> Choice:

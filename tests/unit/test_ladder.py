@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from keepstep.cli import app
 from keepstep.protocol.errors import ConfigError
+from keepstep.runtime.engine_events import EngineSettings
+from keepstep.runtime.links import LinkSettings
 from keepstep.scale import figures, ladder, recovery
 from keepstep.scale.closed_form import sync_even
 from keepstep.scale.figures import KINDS, Origin
@@ -29,6 +31,14 @@ def test_table_1() -> None:
     assert sum(kind.count for kind in KINDS) == 678
     hardware = sum(k.count for k in KINDS if k.new_host and k.name != "host maintenance")
     assert hardware / 678 == pytest.approx(0.78, abs=0.005)
+
+
+def test_settings_are_what_keepstep_has_by_default() -> None:
+    settings = {name for name, f in figures.all_figures().items() if f.origin is Origin.SETTING}
+    assert settings == {"SEEN_SILENT", "SEEN_STUCK", "PROGRESS_FLOOR"}
+    assert figures.SEEN_SILENT.value == LinkSettings().silent_s
+    assert figures.SEEN_STUCK.value == EngineSettings().progress_ceiling_s
+    assert figures.PROGRESS_FLOOR.value == EngineSettings().progress_floor_s
 
 
 def test_communicator_init_goes_through_the_papers_points() -> None:
