@@ -43,7 +43,7 @@ def test_the_embedded_etcd_freezes(tmp_path: Path) -> None:
         etcd.resume()
         result = job.finish()
     nobody_died(job, result)
-    assert "the store is away, training waits for it" in result.output
+    assert "training waits for the store" in result.output
 
 
 @pytest.mark.faults
@@ -67,7 +67,7 @@ def test_a_foreign_etcd_goes_away_for_a_while(tmp_path: Path) -> None:
         etcds.start(0)
         result = job.finish()
     nobody_died(job, result)
-    assert "the store is away, training waits for it" in result.output
+    assert "training waits for the store" in result.output
 
 
 @pytest.mark.faults
