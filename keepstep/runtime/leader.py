@@ -198,6 +198,10 @@ class LeaderShell:
                 f"the store has lost the job's history: it knew decision {self.machine.last_seen}, and now "
                 f"{'none' if view.last is None else view.last.seq}; was its data deleted, or an old copy brought back?"
             )
+        if self._view is not None and self._view.connected is not view.connected:
+            log.warning(
+                "the store is back" if view.connected else "training waits for the store: nothing comes from it"
+            )
         self._view = view
         if view.last is not None:
             self._carry_out(self.machine.on_decision(view.last))

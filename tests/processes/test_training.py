@@ -81,3 +81,5 @@ def test_the_store_may_die_too(tmp_path: Path) -> None:
     assert len(result.committed()) == 60
     assert len(result.of("spawn")) == 2, "no replica was restarted"
     assert result.of("etcd")
+    assert "training waits for the store" in result.output
+    assert "the store is back" in result.output
