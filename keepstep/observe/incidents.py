@@ -155,7 +155,9 @@ def _left_out(history: History, life: Life) -> list[Incident]:
             replica=life.replica,
             incarnation=life.incarnation,
             rank=None if stop is None else stop["rank"],
-            cause="left out alive: frozen or cut off" if stop is None else f"{stop['action']} (injected)",
+            cause=_why_left_out(life, before["mono"], after["mono"])
+            if stop is None
+            else f"{stop['action']} (injected)",
             injected=stop is not None,
             action=None if stop is None else stop["action"],
             step=before["step"],
@@ -164,6 +166,11 @@ def _left_out(history: History, life: Life) -> list[Incident]:
         )
         found.append(_return(history, _survivors(history, incident), life, after["mono"]))
     return found
+
+
+def _why_left_out(life: Life, since: float, until: float) -> str:
+    slow = any(e["event"] == "slow" and since <= e["mono"] <= until for e in life.events)
+    return f"left out alive: {'no progress' if slow else 'frozen or cut off'}"
 
 
 def _survivors(history: History, incident: Incident) -> Incident:

@@ -201,6 +201,7 @@ class RankMachine:
         self.ledger: LedgerState | None = None  # of the base of `running`, then of its outcome
         self._attempt: Train | None = None
         self._attempts = 0
+        self._computed = 0  # the newest attempt whose gradients are complete
         self._quorum_id: QuorumId | None = None
         self._serving = Serving()
         self._fetching: StateName | None = None
@@ -344,7 +345,14 @@ class RankMachine:
         if self.running is None or self.running.seq != seq:
             return ()
         vote = Vote(
-            rank=self.rank, seq=seq, yes=False, ring_broken=True, suspect=suspect, own_link=own_link, reason=reason
+            rank=self.rank,
+            seq=seq,
+            yes=False,
+            ring_broken=True,
+            suspect=suspect,
+            own_link=own_link,
+            computed=self._attempt is not None and self._attempt.attempt == self._computed,
+            reason=reason,
         )
         return (SendUp(message=vote),)
 
@@ -365,6 +373,10 @@ class RankMachine:
         return (SendUp(message=done),)
 
     # --- from the main thread ---------------------------------------------------------------------------------
+
+    def on_computed(self, attempt: int) -> None:
+        """The main thread has filled every bucket of an attempt."""
+        self._computed = attempt
 
     def on_held(self, state: StateName) -> tuple[Effect, ...]:
         """The main thread has carried out an Apply or a LoadState."""

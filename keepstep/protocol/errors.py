@@ -108,6 +108,10 @@ class ReplicaLost(KeepstepError):
     """Another rank of this replica is gone: nothing is left to do here but to make room for the replica's next life."""
 
 
+class NoProgress(KeepstepError):
+    """The main thread hangs: this life of the replica is of no use."""
+
+
 class InvariantViolation(KeepstepError):
     """Something happened that the protocol rules out. The replica must crash, loudly."""
 

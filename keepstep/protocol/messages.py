@@ -98,6 +98,8 @@ class Report:
     layout_digest: str = ""  # of the buckets: names, shapes, dtypes
     checkpoint: Checkpoint | None = None  # the newest complete one that can be reached from here
     saving: bool = False  # a checkpoint is still being written here
+    slow: bool = False  # a main thread lives and makes no progress (see `protocol/pace.py`)
+    waits: bool = False  # decision `answers` failed, and our gradients for it are complete: we wait for whose are not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +287,7 @@ class Vote:
     ring_broken: bool = False
     suspect: ReplicaId | None = None
     own_link: bool = False  # our own link to or from the suspect failed; else we were told
+    computed: bool = False  # no: but this rank's gradients are complete
     reason: str = ""
 
 
@@ -328,7 +331,16 @@ class Saved:
     reason: str = ""
 
 
-Upward = Hello | Vote | Fetched | RingBroken | Loaded | Saved
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lags:
+    """This rank's main thread is slow, or not any more."""
+
+    rank: Rank
+    slow: bool
+    reason: str = ""
+
+
+Upward = Hello | Vote | Fetched | RingBroken | Loaded | Saved | Lags
 
 
 # --- settings of the quorum ------------------------------------------------------------------------------------

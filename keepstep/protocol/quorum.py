@@ -406,6 +406,9 @@ def _train_or_gather(case: _Case, plan: _Plan, reason: str) -> Decision | Wait:
     if len(plan.holders) < policy.min_replicas:
         short = f"{len(plan.holders)} of at least {policy.min_replicas} replicas could train step {plan.start.step}"
         return _gather(case, plan, f"{reason}; {short}")
+    slow = _slow(plan, policy.min_replicas)
+    if slow:
+        plan, reason = plan.without(slow), f"{reason}; without {names(slow)} for now: alive, and no progress"
     assert plan.ledger is not None, "a report of a state carries its ledger"
     held = {r.replica_id: r.held_units for r in plan.holders}
     order = ring_order(held.keys(), policy.zones)
@@ -420,6 +423,16 @@ def _train_or_gather(case: _Case, plan: _Plan, reason: str) -> Decision | Wait:
     if not any(units.values()):
         return _gather(case, plan, f"{reason}; no unit is left for {names(order)} to train")
     return _decision(case, ring, Kind.TRAIN, reason, units, save_every=policy.checkpoint_every)
+
+
+def _slow(plan: _Plan, least: int) -> frozenset[ReplicaId]:
+    """Who lives, but makes no progress, and is done without: if others hold the state and are enough. A holder only if one of
+    them waits: when all are slow, nobody is late."""
+    quick = [r for r in plan.holders if not r.slow]
+    if len(quick) < least:
+        return frozenset()
+    late = [*plan.others, *(plan.holders if any(r.waits for r in quick) else ())]
+    return frozenset(r.replica_id for r in late if r.slow)
 
 
 def _gather(case: _Case, plan: _Plan, reason: str) -> Decision | Wait:

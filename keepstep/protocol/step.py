@@ -37,6 +37,7 @@ from keepstep.protocol.messages import (
     Finish,
     Hello,
     Kind,
+    Lags,
     LedgerState,
     Load,
     Loaded,
@@ -137,6 +138,8 @@ class LeaderMachine:
         self._quorum_id: QuorumId | None = None
         self._broken = False  # a link of ring `_quorum_id` failed
         self._cut_off: set[ReplicaId] = set()  # to or from these, at one of our ranks
+        self._slow: set[Rank] = set()  # their main threads make no progress
+        self._waits = False  # the last decision failed when our gradients for it were complete
         self._saving: StateName | None = None  # our ranks are writing it to persistent storage
         self._saved: StateName | None = None  # the newest that they were told to write
         self._checkpoint: Checkpoint | None = None  # what we say we could restore from
@@ -171,6 +174,7 @@ class LeaderMachine:
     def _superseded(self, decision: Decision) -> tuple[Effect, ...]:
         """The quorum went on without us: give up what was running, and answer the new decision."""
         effects: list[Effect] = []
+        self._waits = False
         if self.running is not None and self.running.kind is Kind.TRAIN:
             effects.append(self._verdict(commit=False, reason=f"superseded by decision {decision.seq}"))
         self.running = None
@@ -209,7 +213,7 @@ class LeaderMachine:
             self.ledger = decision.ledger or self.ledger or self._initial_ledger
             self._start_over = "the fetch had failed before this was decided"
         self.running = decision
-        self._quorum_id, self._broken = decision.quorum_id, False
+        self._quorum_id, self._broken, self._waits = decision.quorum_id, False, False
         self._cut_off.clear()
         self._votes.clear()
         self._held_units = me.units
@@ -276,6 +280,8 @@ class LeaderMachine:
                 return ()
             case Saved():
                 return self._on_saved(message)
+            case Lags():
+                return self._on_lags(message)
 
     def _on_hello(self, hello: Hello) -> tuple[Effect, ...]:
         if hello.rank in self._hellos:
@@ -345,6 +351,20 @@ class LeaderMachine:
         self._saving = None
         return self._report() if self.running is None else ()  # the end of the job may wait for it
 
+    def _on_lags(self, message: Lags) -> tuple[Effect, ...]:
+        """A main thread makes no progress, or does again. If others may be waiting for us, the step is tried again, and the
+        quorum sees who could go on."""
+        before = bool(self._slow)
+        (self._slow.add if message.slow else self._slow.discard)(message.rank)
+        running = self.running
+        if running is None:
+            return self._report() if self._ready and bool(self._slow) is not before else ()
+        me = running.member(self.settings.replica_id, self.settings.incarnation)
+        if not message.slow or running.kind is not Kind.TRAIN or me is None or me.role is not Role.WORKER:
+            return ()
+        reason = f"replica {self.settings.replica_id} rank {message.rank} is slow: {message.reason}"
+        return (Tell(message=Abort(quorum_id=running.quorum_id, suspect=self.settings.replica_id, reason=reason)),)
+
     def on_checkpoints(self, found: Sequence[Checkpoint]) -> tuple[Effect, ...]:
         """These are complete and can be read, as far as one can see without reading them: newest first."""
         usable = next((c for c in found if c.name not in self._unreadable), None)
@@ -376,6 +396,7 @@ class LeaderMachine:
         return (verdict, *self._after_verdict())
 
     def _retry(self, vote: Vote) -> tuple[Effect, ...]:
+        self._waits = vote.computed
         verdict = self._verdict(commit=False, reason=f"rank {vote.rank}: {vote.reason}")
         self.running = None
         return (verdict, *self._after_verdict())
@@ -436,5 +457,7 @@ class LeaderMachine:
             layout_digest=layout_digest(self._hellos[Rank(r)] for r in range(self.settings.size)),
             checkpoint=self._checkpoint,
             saving=self._saving is not None,
+            slow=bool(self._slow),
+            waits=self._waits,
         )
         return (Publish(report=report),)

@@ -4,9 +4,11 @@
     REPLICA_ID NUM_REPLICAS KEEPSTEP_STORE                 ours, always needed
     KEEPSTEP_TOKEN or KEEPSTEP_TOKEN_FILE                  the job's secret, always needed
     KEEPSTEP_JOB KEEPSTEP_HOST KEEPSTEP_RUN_DIR KEEPSTEP_MIN_REPLICAS KEEPSTEP_FAN_OUT KEEPSTEP_LEASE_S
-    KEEPSTEP_STRAGGLER_S KEEPSTEP_START_WAIT_S             optional
+    KEEPSTEP_STRAGGLER_S KEEPSTEP_START_WAIT_S KEEPSTEP_JOIN_WAIT_S
+    KEEPSTEP_SLOW_FLOOR_S KEEPSTEP_SLOW_CEILING_S          optional
     KEEPSTEP_CHECKPOINT_DIR KEEPSTEP_CHECKPOINT_EVERY KEEPSTEP_KEEP_CHECKPOINTS    optional
-    KEEPSTEP_INCARNATION KEEPSTEP_LIFE KEEPSTEP_LEADER KEEPSTEP_LEADER_FD KEEPSTEP_FAULTS    set by `keepstep run`
+    KEEPSTEP_INCARNATION KEEPSTEP_LIFE KEEPSTEP_LEADER KEEPSTEP_LEADER_FD KEEPSTEP_FAULTS KEEPSTEP_SCRIPT_AT
+                                                           set by `keepstep run`
 
 Fails: ConfigError, one sentence that names the variable. Reading files is its only I/O.
 """
@@ -60,10 +62,14 @@ class Environment:
     lease_s: float
     straggler_s: float
     start_wait_s: float
+    join_wait_s: float
+    slow_floor_s: float  # see protocol/pace.py
+    slow_ceiling_s: float
     checkpoint_dir: Path | None
     checkpoint_every: int  # steps
     keep_checkpoints: int
     fetch_throttle: float | None  # bytes per second, for tests
+    script_at: float | None  # when the script began, in monotonic seconds; None: not known
     version: str
 
     @staticmethod
@@ -95,10 +101,14 @@ class Environment:
             lease_s=read.number("KEEPSTEP_LEASE_S", 2.0, least=0.5),
             straggler_s=read.number("KEEPSTEP_STRAGGLER_S", 60.0),
             start_wait_s=read.number("KEEPSTEP_START_WAIT_S", 60.0),
+            join_wait_s=read.number("KEEPSTEP_JOIN_WAIT_S", 0.0),
+            slow_floor_s=(floor := read.number("KEEPSTEP_SLOW_FLOOR_S", 1.0, least=0.1)),
+            slow_ceiling_s=read.number("KEEPSTEP_SLOW_CEILING_S", max(300.0, floor), least=floor),
             checkpoint_dir=Path(checkpoint_dir) if checkpoint_dir else None,
             checkpoint_every=read.integer("KEEPSTEP_CHECKPOINT_EVERY", 100, least=1),
             keep_checkpoints=read.integer("KEEPSTEP_KEEP_CHECKPOINTS", 3, least=1),
             fetch_throttle=throttle or None,
+            script_at=read.number("KEEPSTEP_SCRIPT_AT", 0.0) or None,
             version=__version__,
         )
 

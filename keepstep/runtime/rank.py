@@ -21,12 +21,20 @@ from typing import Any, TypeVar
 
 from keepstep.ports import CheckpointStorage, EventSink, ExchangeBuffer, StateSource
 from keepstep.protocol import catch_up as rank_effects
-from keepstep.protocol.catch_up import Apply, LoadState, Order, RankMachine
-from keepstep.protocol.errors import InvariantViolation, LocalProtocolError, ReplicaLost, TransferError, exit_code
+from keepstep.protocol.catch_up import Apply, Begin, Leave, LoadState, Order, RankMachine, Train
+from keepstep.protocol.errors import (
+    InvariantViolation,
+    LocalProtocolError,
+    NoProgress,
+    ReplicaLost,
+    TransferError,
+    exit_code,
+)
 from keepstep.protocol.ids import LEADER
 from keepstep.protocol.messages import (
     Endpoint,
     Hello,
+    Lags,
     LedgerState,
     Policy,
     Reader,
@@ -36,6 +44,7 @@ from keepstep.protocol.messages import (
     Verdict,
     Vote,
 )
+from keepstep.protocol.pace import PaceSettings
 from keepstep.protocol.step import StepSettings
 from keepstep.runtime.attempts import Attempts
 from keepstep.runtime.engine import Engine
@@ -45,6 +54,7 @@ from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.faults import Faults, Phase
 from keepstep.runtime.handshake import Identity
 from keepstep.runtime.leader import LeaderShell
+from keepstep.runtime.pacing import Pacing
 from keepstep.runtime.restore import Restore
 from keepstep.runtime.state_fetcher import FetchedState, FetchHandle, StateFetcher
 from keepstep.runtime.state_server import StateServer
@@ -58,6 +68,7 @@ SAVE_S = 60.0  # for a checkpoint that is being written when the job ends
 FIRST_LOOK_S = (
     10.0  # for the store to answer a first life, whose address may be wrong; a later one waits as the others do
 )
+STUCK_GRACE_S = 1.0  # for the last events to be written; with one more for each, ranks that wait for others go last
 FATAL_GRACE_S = 10.0  # the main thread may hang in a collective of a dead replica: then the process ends without it
 
 
@@ -112,6 +123,7 @@ class RankRuntime:
         self._fetch_current: object | None = None  # tells the results of the newest fetch from those of others
         self._tasks: set[asyncio.Task[None]] = set()
         self._attempts = Attempts()
+        self._pacing: Pacing | None = None
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -190,7 +202,7 @@ class RankRuntime:
             ledger=plane.ledger,
             version=env.version,
         )
-        self.emit("attached")
+        self.emit("attached", cpu_s=time.process_time())
         self.fault(Phase.BEFORE_HELLO, 0)
         self._call(self._say_hello(hello, settings))
 
@@ -198,6 +210,16 @@ class RankRuntime:
         env, tree, plane = self.env, self._tree, self._plane
         assert tree is not None
         assert plane is not None
+        self._pacing = Pacing(
+            PaceSettings(
+                floor_ns=int(env.slow_floor_s * 1e9),
+                ceiling_ns=int(env.slow_ceiling_s * 1e9),
+                straggler_ns=int(env.straggler_s * 1e9),
+            ),
+            lags=lambda slow, why: self._spawn(self._send_up(Lags(rank=env.rank, slow=slow, reason=why))),
+            stuck=self._stuck,
+            emit=self.emit,
+        )
         if env.rank == LEADER:
             assert self._store is not None
             policy = Policy(
@@ -205,6 +227,7 @@ class RankRuntime:
                 min_replicas=env.min_replicas,
                 start_wait_ns=int(env.start_wait_s * 1e9),
                 straggler_ns=int(env.straggler_s * 1e9),
+                join_wait_ns=int(env.join_wait_s * 1e9),
                 checkpoint_every=0 if plane.checkpoints is None else plane.checkpoints.every,
             )
             self._leader = LeaderShell(
@@ -249,11 +272,12 @@ class RankRuntime:
         assert plane is not None
         self._attempts.submit(engine, attempt, exchange, buffer)
         if exchange == plane.exchanges - 1:
+            self.loop.call_soon_threadsafe(self._on_computed, attempt)
             self.fault(Phase.AFTER_LAST_BUCKET)
 
     def held(self, state: StateName) -> None:
         """The main thread has carried out an Apply or LoadState: its tensors hold `state`."""
-        self.loop.call_soon_threadsafe(self._run, lambda machine: machine.on_held(state))
+        self.loop.call_soon_threadsafe(self._on_held, state)
 
     def close(self) -> None:
         """Stops every thread; bounded in time. Main thread."""
@@ -324,14 +348,14 @@ class RankRuntime:
     def emit(self, event: str, **fields: object) -> None:
         self.events.emit(event, fields)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, grace_s: float = FATAL_GRACE_S) -> None:
         """Remembers the first fatal error and wakes the main thread. Any thread."""
         if self._closing:
             return
         if self._fatal is None:
             self._fatal = error
             log.error("%s: %s", type(error).__name__, error)
-            watchdog = threading.Timer(FATAL_GRACE_S, _exit_hard, args=(error,))
+            watchdog = threading.Timer(grace_s, _exit_hard, args=(error,))
             watchdog.daemon = True
             watchdog.start()
         self._orders.put(None)
@@ -353,6 +377,19 @@ class RankRuntime:
     def _on_lost(self, rank: int, reason: str) -> None:
         if not self._closing and not (self._machine is not None and self._machine.left):
             self._fail(ReplicaLost(f"the control link to rank {rank} of this replica is lost: {reason}"))
+
+    def _on_computed(self, attempt: int) -> None:
+        if self._machine is not None and self._pacing is not None:
+            self._machine.on_computed(attempt)
+            self._pacing.on_done()
+
+    def _on_held(self, state: StateName) -> None:
+        if self._pacing is not None:
+            self._pacing.on_done()
+        self._run(lambda machine: machine.on_held(state))
+
+    def _stuck(self, why: str, collective: bool) -> None:
+        self._fail(NoProgress(f"rank {self.env.rank}: {why}"), grace_s=STUCK_GRACE_S * (2 if collective else 1))
 
     def _from_engine(self, event: object) -> None:
         try:
@@ -454,6 +491,11 @@ class RankRuntime:
             self._attempts.run(engine, effect.seq, effect.attempt)
 
     def _give(self, order: Order) -> None:
+        assert self._pacing is not None
+        if isinstance(order, Leave):
+            self._pacing.close()
+        elif not isinstance(order, Begin):
+            self._pacing.on_order(trains=isinstance(order, Train))
         if isinstance(order, Apply):
             self._orders.put(Given(order=order, reduced=self._attempts.take(order.decision.seq)))
         elif isinstance(order, LoadState):

@@ -5,10 +5,11 @@ often as long ones. A plan is a value: leaving faults out of it gives a smaller 
 """
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from keepstep.protocol.ids import ReplicaId, UnitId
 from keepstep.protocol.messages import LedgerState, Policy
+from keepstep.protocol.pace import PaceSettings
 from keepstep.simulation.clock import MS, SECOND
 
 POINTS = (
@@ -105,6 +106,7 @@ class Plan:
     ranks: int
     policy: Policy
     ledger: LedgerState  # of the beginning
+    pace: PaceSettings = field(default_factory=PaceSettings)
     max_steps: int | None = None
     exchanges: int = 1
     max_pending: int = 16
@@ -145,6 +147,7 @@ def plan_of(seed: int, kinds: tuple[str, ...] = ()) -> Plan:
         replicas=replicas,
         ranks=ranks,
         policy=policy,
+        pace=_pace(random.Random(seed * 41 + 3), policy),
         ledger=ledger,
         max_steps=max_steps,
         exchanges=rng.choice([1, 1, 2]),
@@ -222,6 +225,14 @@ def _policy(rng: random.Random, replicas: int) -> Policy:
         ancestry_max=rng.choice([2, 32, 32]),
         units_per_worker=rng.choice([1, 1, 1, 2]),
         zones=zones,
+    )
+
+
+def _pace(rng: random.Random, policy: Policy) -> PaceSettings:
+    """A step takes 0.7 s. The worse the settings, the more is told of a main thread that is only a little late."""
+    floor = rng.choice([100 * MS, SECOND, SECOND])
+    return PaceSettings(
+        floor_ns=floor, ceiling_ns=rng.choice([floor, 3 * SECOND, 300 * SECOND]), straggler_ns=policy.straggler_ns
     )
 
 

@@ -13,7 +13,8 @@ from keepstep.protocol import catch_up as effects
 from keepstep.protocol.catch_up import Apply, Begin, Leave, LoadState, Order, RankMachine, Train
 from keepstep.protocol.errors import InvariantViolation
 from keepstep.protocol.ids import LEADER, QuorumId, Rank, ReplicaId, Seq
-from keepstep.protocol.messages import Downward, Endpoint, Hello, Role, Saved, StateName, Upward, Verdict, Vote
+from keepstep.protocol.messages import Downward, Endpoint, Hello, Lags, Role, Saved, StateName, Upward, Verdict, Vote
+from keepstep.protocol.pace import KeepsUp, Pace, Slow, Stuck
 from keepstep.runtime.attempts import Attempts
 from keepstep.simulation.clock import MS, Process
 from keepstep.simulation.disk import FileLoad, Save
@@ -40,6 +41,8 @@ class SimRank:
         self.process: Process = Process(f"{life.incarnation}/{number}", life.drift, life.offset)
         self.machine = RankMachine(life.settings, number)
         self.attempts = Attempts()
+        self.pace = Pace(plan.pace)
+        self._due: int | None = None  # when the pace is looked at
         self.engine = SimEngine(self)
         self.holding: Holding = Holding(hash((plan.seed, life.replica_id, life.number, number)), plan.copies)
         self.left = False
@@ -80,7 +83,39 @@ class SimRank:
         self._run(self.machine.on_fetched(fetch.state, None if fetch.content is not None else fetch.why))
 
     def _on_held(self, state: StateName) -> None:
+        self._done()
         self._run(self.machine.on_held(state))
+
+    # --- is the main thread in time? --------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        due = self.pace.next_deadline()
+        if due is not None and not self.left and (self._due is None or due < self._due):
+            self._due = due
+            self.world.clock.after_local(max(0, due - self._now), self.process, self._on_time, due)
+
+    def _on_time(self, due: int) -> None:
+        if due != self._due:
+            return
+        self._due = None
+        for effect in self.pace.on_time(now=self._now):
+            if type(effect) is Slow:
+                self._send_up(Lags(rank=self.number, slow=True))
+            elif type(effect) is Stuck:
+                self._say("makes no progress and ends")
+                self.world.end_process(self)
+        self._watch()
+
+    def _done(self) -> None:
+        """The main thread has carried out an order."""
+        for effect in self.pace.on_done(now=self._now):
+            if type(effect) is KeepsUp:
+                self._send_up(Lags(rank=self.number, slow=False))
+        self._watch()
+
+    @property
+    def _now(self) -> int:
+        return self.world.clock.local(self.process)
 
     # --- effects ----------------------------------------------------------------------------------------------
 
@@ -147,6 +182,9 @@ class SimRank:
         self.world.judge.on_order(self, self._given, order)
         self._given += 1
         self._orders.append((order, reduced, fetched))
+        if type(order) not in (Begin, Leave):
+            self.pace.on_order(trains=type(order) is Train, now=self._now)
+            self._watch()
         self._work()
 
     def _cancel_fetch(self) -> None:
@@ -198,6 +236,8 @@ class SimRank:
             content = hash((base, order.units, self.number, number))
             given = Contribution(self.life.incarnation, order.units, base, content)
             self.attempts.submit(self.engine, order.attempt, number, cast(ExchangeBuffer, Buffer(given)))
+        self.machine.on_computed(order.attempt)
+        self._done()
         self._next()
 
     def _apply(self, order: Apply, reduced: tuple[Buffer, ...], slow: int) -> None:

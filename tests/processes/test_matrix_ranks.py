@@ -153,6 +153,48 @@ def test_a_thread_that_holds_the_interpreter_lock(tmp_path: Path) -> None:
     assert stop < 8.0, f"the others stood still for {stop:.1f} s"
 
 
+def test_a_main_thread_that_hangs_for_a_while_is_left_out_and_comes_back(tmp_path: Path) -> None:
+    """Everything else of the rank lives: its links beat, its leader answers. Only the rank knows, and says so."""
+    args = ("--what", "hang", "--rank", "1", *LONG)
+    with Job(tmp_path, "--ranks-per-replica", "2", script=FAULTY, args=args) as job:
+        slow = job.wait(lambda: job.of("slow", replica=1))[0]
+        job.goes_on(60)
+        assert not [e for e in job.of("commit", replica=1) if e["mono"] > slow["mono"]]
+        (tmp_path / "go-on").touch()
+        job.until_step(job.last_step() + 5, replica=1)
+        result = job.finish()
+    job.same_bits(result)
+    assert [job.lives(r) for r in range(3)] == [1, 1, 1]
+    assert {len(d["members"]) for d in result.committed()} == {2, 3}
+    assert "without replica 1 for now: alive, and no progress" in " ".join(d["reason"] for d in result.decisions)
+    assert any("train_faulty.py" in e["at"] for e in result.of("slow") if e["rank"] == 1), "it says where"
+    (incident,) = Findings.of(read_run(tmp_path)).incidents
+    assert (incident.replica, incident.cause) == (1, "left out alive: no progress")
+
+
+@pytest.mark.faults
+def test_a_main_thread_that_hangs_for_good_ends_its_life(tmp_path: Path) -> None:
+    with Job(tmp_path, script=FAULTY, args=("--what", "hang", *LONG), KEEPSTEP_STRAGGLER_S="5") as job:
+        result = job.finish()
+    one_died(job, result, 1)
+    (stuck,) = result.of("stuck")
+    assert "train_faulty.py" in stuck["at"]
+    assert "keepstep: rank 0: its main thread has made no progress for 5 s, and is at" in result.output
+
+
+@pytest.mark.faults
+def test_replicas_that_are_all_slow_are_all_waited_for(tmp_path: Path) -> None:
+    """As when a shared file system stands still: nobody is left out, since nobody is late."""
+    args = ("--what", "hang", "--where", "-1", *STEPS)
+    with Job(tmp_path, script=FAULTY, args=args) as job:
+        job.wait(lambda: {e["replica"] for e in job.of("slow")} == {0, 1, 2})
+        (tmp_path / "go-on").touch()
+        result = job.finish()
+    job.same_bits(result)
+    assert [job.lives(r) for r in range(3)] == [1, 1, 1]
+    assert {len(d["members"]) for d in result.committed()} == {3}, "nobody was left out"
+
+
 def gaps(result: Result, *, replica: int) -> list[float]:
     """The times between a replica's commits."""
     times = [e["mono"] for e in result.of("commit") if e["replica"] == replica]

@@ -28,6 +28,8 @@ def report(
     broken: bool = False,
     finished: bool = False,
     leaving: bool = False,
+    slow: bool = False,
+    waits: bool = False,
     layout: str = "m",
 ) -> Report:
     return Report(
@@ -41,6 +43,8 @@ def report(
         broken=broken,
         finished=finished,
         leaving=leaving,
+        slow=slow,
+        waits=waits,
         layout_digest=layout,
     )
 

@@ -142,6 +142,38 @@ def test_a_fetch_that_may_still_end_well_is_given_its_chance() -> None:
     assert waits_until(cut_off)[0].until == NOW + POLICY.restore_wait_ns
 
 
+# --- alive without progress ---
+
+
+def test_a_slow_replica_is_done_without_while_others_wait_for_it() -> None:
+    waiting = not_completed(0, waits=True)
+    following = decided(view(waiting, not_completed(1, slow=True), not_completed(2), last=L))
+    assert roles(following) == {0: "W", 2: "W"}
+    assert units(following) == {0: (10,), 2: (12,)}, "they keep what they have computed, and its unit is trained later"
+    assert "without replica 1 for now: alive, and no progress" in following.reason
+    later = [report(i, 8, following.outcome, ledger=following.ledger) for i in (0, 2)]
+    hanging = report(1, 8, START, ledger=BEFORE, slow=True)
+    assert roles(decided(view(*later, hanging, last=following))) == {0: "W", 2: "W"}, "it could not load a state"
+    back = report(1, 8, START, ledger=BEFORE)
+    assert roles(decided(view(*later, back, last=following))) == {0: "W", 1: "C", 2: "W"}
+
+
+def test_when_all_are_slow_nobody_is_late() -> None:
+    everyone = {0: "W", 1: "W", 2: "W"}
+    assert roles(decided(view(*(not_completed(i, slow=True) for i in range(3)), last=L))) == everyone
+    one = [not_completed(0), not_completed(1, slow=True), not_completed(2)]
+    assert roles(decided(view(*one, last=L))) == everyone, "the others compute, too"
+
+
+def test_a_slow_replica_stays_if_it_is_needed() -> None:
+    both = [not_completed(0, waits=True), not_completed(1, slow=True)]
+    two = replace(POLICY, min_replicas=2)
+    assert roles(decided(view(*both, last=L, dead=("2a",)), two)) == {0: "W", 1: "W"}
+    assert roles(decided(view(*both, last=L, dead=("2a",)))) == {0: "W"}
+    alone = view(not_completed(1, slow=True), report(0, 7, life="b"), last=L, dead=("0a", "2a"))
+    assert roles(decided(alone)) == {0: "C", 1: "W"}, "nobody else holds the state"
+
+
 # --- leaving ---
 
 

@@ -7,7 +7,19 @@ from machines import LEDGER, C, W, decision, hello, me, member, state
 
 from keepstep.protocol.errors import JobMismatch, LocalProtocolError
 from keepstep.protocol.ids import QuorumId, Rank, ReplicaId, Seq
-from keepstep.protocol.messages import Abort, Fetched, Finish, Kind, Load, Loaded, RingBroken, StartOver, Verdict, Vote
+from keepstep.protocol.messages import (
+    Abort,
+    Fetched,
+    Finish,
+    Kind,
+    Lags,
+    Load,
+    Loaded,
+    RingBroken,
+    StartOver,
+    Verdict,
+    Vote,
+)
 from keepstep.protocol.step import Effect, LeaderMachine, Publish, Tell, TellDecided
 
 
@@ -408,3 +420,48 @@ def test_ranks_that_have_loaded_different_states_have_not_loaded_one() -> None:
     assert machine.on_message(Loaded(rank=Rank(1), state=state(6, 7))) == ()
     report = report_of(machine.on_message(Loaded(rank=Rank(0), state=state(6, 7)))).report
     assert (report.state, report.materialized) == (state(6, 7), True)
+
+
+# --- a main thread that makes no progress ---
+
+
+def lags(rank: int, *, slow: bool = True) -> Lags:
+    return Lags(rank=Rank(rank), slow=slow, reason="5.0 s for a step")
+
+
+def test_a_slow_worker_has_the_step_tried_again_and_says_that_it_is_slow() -> None:
+    machine = ready()
+    first = decision(1, 0, 1, member(0, W, 0), member(1, W, 1))
+    machine.on_decision(first)
+    (tell,) = machine.on_message(lags(1))
+    assert isinstance(tell, Tell)
+    assert isinstance(tell.message, Abort)
+    assert (tell.message.quorum_id, tell.message.suspect) == (first.quorum_id, 0)
+    assert tell.message.reason == "replica 0 rank 1 is slow: 5.0 s for a step"
+    report = report_of(machine.on_message(vote(0, 1, yes=False, broken=True))).report
+    assert (report.slow, report.waits, report.held_units) == (True, False, (0,))
+    assert machine.on_message(lags(1)) == (), "said already, and no decision is running"
+    assert not report_of(machine.on_message(lags(1, slow=False))).report.slow
+
+
+def test_it_is_slow_until_its_last_rank_is_not() -> None:
+    machine = ready()
+    assert report_of(machine.on_message(lags(0))).report.slow
+    assert machine.on_message(lags(1)) == ()
+    assert machine.on_message(lags(0, slow=False)) == ()
+    assert not report_of(machine.on_message(lags(1, slow=False))).report.slow
+
+
+def test_whoever_had_computed_says_that_it_waits_until_the_next_decision() -> None:
+    machine = ready()
+    machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1)))
+    report = report_of(machine.on_message(replace(vote(0, 1, yes=False), computed=True))).report
+    assert report.waits
+    machine.on_decision(decision(2, 0, 1, member(0, W, 0)))
+    assert not report_of(machine.on_message(vote(0, 2, yes=False))).report.waits
+
+
+def test_nobody_waits_for_one_that_catches_up() -> None:
+    machine = catching_up()
+    assert machine.on_message(lags(0)) == ()
+    assert report_of(machine.on_message(vote(0, 7, yes=False))).report.slow

@@ -59,6 +59,9 @@ def in_step(step: keepstep.Step) -> None:
             ctypes.string_at(0)
         case "hold the interpreter lock":
             threading.Thread(target=ctypes.PyDLL(None).sleep, args=(20,), daemon=True).start()
+        case "hang":  # the main thread only, until somebody says so
+            while not Path(os.environ["KEEPSTEP_RUN_DIR"], "go-on").exists():
+                threading.Event().wait(0.05)
         case "no memory":
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_LEFT, used + MEMORY_LEFT))

@@ -1,0 +1,157 @@
+"""Whether a main thread keeps up: learned from its steps, said when it does not, and never too early."""
+
+import pytest
+
+from keepstep.protocol.pace import KNOWN, RECENT, KeepsUp, Pace, PaceSettings, Slow, Stuck
+
+S = 1_000_000_000
+STEP = 3 * S // 10
+SETTINGS = PaceSettings(floor_ns=S, ceiling_ns=300 * S, straggler_ns=60 * S)
+
+
+class Main:
+    """A main thread, and the clock."""
+
+    def __init__(self, settings: PaceSettings = SETTINGS) -> None:
+        self.pace, self.now = Pace(settings), 5 * S
+
+    def step(self, took: int = STEP, *, apply: int = S // 100) -> None:
+        """As in a steady job: the sums of the last step and the next one are given together."""
+        for trains, takes in ((False, apply), (True, took)):
+            self.pace.on_order(trains=trains, now=self.now)
+            self.now += takes
+            assert self.pace.on_time(now=self.now) == ()
+            assert self.pace.on_done(now=self.now) == ()
+        assert self.pace.next_deadline() is None, "it waits for the others: that is no hang"
+
+    def steps(self, count: int, took: int = STEP) -> None:
+        for _ in range(count):
+            self.step(took)
+
+    def hangs(self, *, trains: bool = True) -> int:
+        """From now on. Returns the first deadline."""
+        self.pace.on_order(trains=trains, now=self.now)
+        due = self.pace.next_deadline()
+        assert due is not None
+        return due
+
+    def at(self, now: int) -> tuple[object, ...]:
+        self.now = now
+        return self.pace.on_time(now=now)
+
+
+def test_slow_after_twice_the_longest_step_and_the_floor() -> None:
+    main = Main()
+    main.steps(10)
+    main.step(2 * STEP)
+    main.steps(10)
+    due = main.hangs()
+    assert due - main.now == S + 4 * STEP
+    assert main.at(due - 1) == ()
+    assert main.at(due) == (Slow(took=S + 4 * STEP, longest=2 * STEP),)
+    assert main.pace.slow
+
+
+def test_a_step_of_a_third_of_a_second_is_missed_within_its_triple_and_a_second() -> None:
+    main = Main()
+    main.steps(30)
+    assert main.hangs() - main.now <= 3 * STEP + S
+
+
+def test_until_steps_are_known_only_the_ceiling_counts_and_the_first_is_not_learned_from() -> None:
+    main = Main()
+    main.step(100 * S)  # it compiles
+    main.steps(KNOWN - 1)
+    assert main.pace.threshold == SETTINGS.ceiling_ns
+    main.step()
+    assert main.pace.threshold == S + 2 * STEP
+
+
+def test_an_old_slow_step_is_forgotten() -> None:
+    main = Main()
+    main.steps(4)
+    main.step(50 * S // 100)
+    main.steps(RECENT - 1)
+    assert main.pace.threshold == 2 * S
+    main.step()
+    assert main.pace.threshold == S + 2 * STEP
+
+
+def test_the_ceiling_is_never_exceeded() -> None:
+    main = Main(PaceSettings(floor_ns=S, ceiling_ns=4 * S, straggler_ns=60 * S))
+    main.steps(5, took=3 * S)
+    assert main.pace.threshold == 4 * S
+
+
+def test_it_keeps_up_again() -> None:
+    main = Main()
+    main.steps(5)
+    main.at(main.hangs())
+    main.now += S
+    assert main.pace.on_done(now=main.now) == (KeepsUp(took=2 * S + 2 * STEP),)
+    assert not main.pace.slow
+    main.steps(5, took=S)
+
+
+def test_said_again_later_and_later_and_then_it_is_stuck() -> None:
+    main = Main()
+    main.steps(5)
+    began, said = main.now, []
+    due: int | None = main.hangs()
+    while due is not None:
+        said += [(type(e), main.now - began) for e in main.at(due)]
+        due = main.pace.next_deadline()
+    first = S + 2 * STEP
+    assert said == [*((Slow, first << i) for i in range(6)), (Stuck, 60 * S)]
+
+
+def test_stuck_is_never_sooner_than_four_thresholds() -> None:
+    main = Main(PaceSettings(floor_ns=S, ceiling_ns=300 * S, straggler_ns=S))
+    main.steps(5, took=10 * S)
+    due = main.hangs()
+    assert main.at(due) == (Slow(took=21 * S, longest=10 * S),)
+    main.at(due + 21 * S)
+    last = main.pace.next_deadline()
+    assert last == due + 63 * S
+    assert main.at(last) == (Stuck(took=84 * S),)
+
+
+def test_nobody_waits_for_a_replica_that_replays() -> None:
+    main = Main()
+    main.steps(5)
+    due = main.hangs(trains=False)
+    assert due - main.now == 60 * S
+    assert main.at(due) == (Stuck(took=60 * S),)
+    main = Main()
+    main.steps(5)
+    main.hangs(trains=False)
+    main.pace.on_order(trains=True, now=main.now)
+    due = main.pace.next_deadline() or 0
+    assert due - main.now == S + 2 * STEP, "an order to train waits behind it"
+
+
+def test_what_is_not_begun_is_not_counted() -> None:
+    """Two orders at once: the second one's time begins when the first is done."""
+    main = Main()
+    main.steps(5)
+    main.pace.on_order(trains=False, now=main.now)
+    main.pace.on_order(trains=True, now=main.now)
+    main.now += S
+    main.pace.on_done(now=main.now)
+    assert main.pace.next_deadline() == main.now + S + 2 * STEP
+
+
+def test_a_process_that_stood_still_gets_more_time() -> None:
+    """Frozen and thawed: the deadline is told seconds late, and the main thread had no chance to be in time."""
+    main = Main()
+    main.steps(5)
+    due = main.hangs()
+    assert main.at(due + 6 * S) == ()
+    again = main.pace.next_deadline()
+    assert again == main.now + S
+    assert [type(e) for e in main.at(again)] == [Slow], "and if it does not use it, it is slow"
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="not above its ceiling"):
+        PaceSettings(floor_ns=2, ceiling_ns=1)
