@@ -39,6 +39,21 @@ def run(
     ] = None,
     token_file: Annotated[Path | None, typer.Option(help="file with the job's secret [default: made up]")] = None,
     min_replicas: Annotated[int, typer.Option(help="wait when fewer could train")] = 1,
+    spares: Annotated[int, typer.Option(help="warm replicas that wait in keepstep.join() to take over")] = 0,
+    join_wait: Annotated[
+        float | None, typer.Option(help="seconds that a step waits for a replica that is started again [default: 0]")
+    ] = None,
+    straggler: Annotated[
+        float | None,
+        typer.Option(help="seconds until a replica that lives and does not go on is given up [default: 60]"),
+    ] = None,
+    slow_floor: Annotated[
+        float | None, typer.Option(help="seconds beyond twice a step in which no progress is normal [default: 1]")
+    ] = None,
+    slow_ceiling: Annotated[
+        float | None,
+        typer.Option(help="seconds after which no step is normal; a first one may take as long [default: 300]"),
+    ] = None,
     max_restarts: Annotated[int, typer.Option(help="of one replica, within --restart-window")] = 20,
     restart_window: Annotated[float, typer.Option(help="seconds")] = 3600.0,
     finish_grace: Annotated[float, typer.Option(help="seconds for the rest to end, once one has")] = 30.0,
@@ -67,6 +82,11 @@ def run(
         store=store,
         token_file=token_file,
         min_replicas=min_replicas,
+        spares=spares,
+        join_wait_s=join_wait,
+        straggler_s=straggler,
+        slow_floor_s=slow_floor,
+        slow_ceiling_s=slow_ceiling,
         max_restarts=max_restarts,
         restart_window_s=restart_window,
         finish_grace_s=finish_grace,

@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -29,6 +30,7 @@ def tie_to_parent(parent: int) -> None:
 def become(args: list[str]) -> NoReturn:
     """Runs the script as `python SCRIPT ARGS...` would, and ends the process."""
     script = args[0]
+    os.environ["KEEPSTEP_SCRIPT_AT"] = repr(time.monotonic())  # for the `entered` event
     sys.argv = args
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     code = 0

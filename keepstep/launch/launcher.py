@@ -34,6 +34,7 @@ from keepstep.launch.processes import Life, how_it_ended, start_cold
 from keepstep.launch.restarts import GiveUp, History
 from keepstep.launch.screen import Screen
 from keepstep.launch.settings import LaunchSettings
+from keepstep.launch.spares import Spares
 from keepstep.launch.zygote import Zygote, ZygoteError
 from keepstep.protocol.errors import EX_CONFIG, EX_NO_RESTART, EX_REPLICA_LOST, StoreError
 from keepstep.protocol.ids import ReplicaId
@@ -81,6 +82,7 @@ class Launcher:
         self._store: EtcdStore | None = None
         self._guard: Guard | None = None
         self._zygote: Zygote | None = None
+        self._spares: Spares | None = None
         self._token_file = settings.run_dir / "token"
         self._env: dict[str, str] = {}
         self._tell: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
@@ -108,6 +110,7 @@ class Launcher:
             self._zygote = Zygote(self._env)
             self._tasks.append(loop.create_task(self._tell_store()))
             begun = True
+            self._spares = self._make_spares()
             for replica in self.replicas:
                 self._start(replica)
             code = await self._ended
@@ -170,13 +173,15 @@ class Launcher:
         if self._stopping or replica.over:
             return
         replica.history.lives += 1
+        assert self._spares is not None
+        taken = self._spares.take()
         try:
             life = Life(
                 replica_id=replica.id,
                 number=replica.history.lives,
                 ranks=self.settings.ranks,
-                args=[str(self.settings.script.resolve()), *self.settings.args],
-                start=self._start_process,
+                args=self._command,
+                start=taken.start,
                 env=self._env,
                 logs=self.settings.run_dir / "logs",
                 show=self._screen.out,
@@ -185,6 +190,8 @@ class Launcher:
         except OSError as error:
             self._give_up(replica, f"its processes cannot be started: {error}")
             return
+        finally:
+            taken.close()
         replica.life = life
         guard, store = self._guard, self._store
         assert guard is not None
@@ -194,6 +201,27 @@ class Launcher:
         self._events.emit(
             "spawn",
             {"replica": replica.id, "incarnation": life.incarnation, "life": life.number, "pids": life.pids},
+        )
+
+    @property
+    def _command(self) -> list[str]:
+        return [str(self.settings.script.resolve()), *self.settings.args]
+
+    def _make_spares(self) -> Spares:
+        assert self._guard is not None
+        return Spares(
+            self.settings.spares,
+            ranks=self.settings.ranks,
+            args=self._command,
+            env=self._env,
+            start=self._start_process,
+            logs=self.settings.run_dir / "logs",
+            show=self._screen.out,
+            say=self._say,
+            emit=self._events.emit,
+            guarded=self._guarded,
+            started=self._guard.add,
+            ended=self._guard.remove,
         )
 
     def _start_process(self, args: Sequence[str], env: Mapping[str, str], output: int, listener: int | None) -> int:
@@ -485,6 +513,10 @@ class Launcher:
     async def _clean_up(self) -> None:
         """Whatever happened: nothing of ours runs on."""
         polite, self._stopping = self._stopping, True
+        spares = self._spares
+        if spares is not None:
+            spares.close()
+            await self._until(lambda: not spares.running, TERM_GRACE_S)
         lives = [r.life for r in self.replicas if r.life is not None]
         if polite:
             await self._until(lambda: not any(life.running for life in lives), TERM_GRACE_S)
@@ -521,6 +553,7 @@ class Launcher:
         """Ends what has been orphaned onto us, but for that of lives that go on; at the end, all of it."""
         lives = [r.life for r in self.replicas if r.life is not None]
         known = {pid for life in lives for pid in life.pids}
+        known |= set() if self._spares is None else {*self._spares.pids}
         known |= {p.pid for p in (self._guard, self._etcd, self._zygote) if p is not None}
         going_on = [] if self._stopping else [life for life in lives if life.running]
         reap(known, {life.incarnation for life in going_on}, {pid for life in going_on for pid in life.pids})

@@ -111,6 +111,7 @@ class RankProcess:
     def __init__(self, rank: int, pid: int, output: Output, on_exit: Callable[[int], None]) -> None:
         self.rank, self.pid, self.output, self._on_exit = rank, pid, output, on_exit
         self.code: int | None = None
+        self.released = False
         self._pidfd = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._ended)
 
@@ -121,6 +122,12 @@ class RankProcess:
         self.code = os.waitstatus_to_exitcode(status)
         self.output.read()
         self._on_exit(self.rank)
+
+    def release(self) -> None:
+        """Somebody else waits for its end from now on."""
+        self.released = True
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         """The rank's whole process group, even if the rank itself has ended."""

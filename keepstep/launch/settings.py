@@ -4,6 +4,7 @@ Fails: ConfigError, one sentence that says what is wrong and what to do. The run
 cannot begin, so that the same command works once the mistake is corrected.
 """
 
+import math
 import os
 import re
 import shutil
@@ -26,12 +27,16 @@ class LaunchSettings:
     args: tuple[str, ...]
     replicas: int
     ranks: int
+    spares: int  # replicas that wait for a place
     run_dir: Path
     made_run_dir: bool  # by us, just now
     job: str
     store: str | None  # None: the embedded one
     token: bytes | None  # None: a random one
     min_replicas: int
+    waits_s: Mapping[
+        str, float
+    ]  # environment variable: what was asked for; for the others, what the environment says holds
     max_restarts: int  # of one replica, within
     restart_window_s: float
     finish_grace_s: float  # for the rest to end, once a replica or a rank of it has
@@ -52,6 +57,11 @@ class LaunchSettings:
         store: str | None = None,
         token_file: Path | None = None,
         min_replicas: int = 1,
+        spares: int = 0,
+        join_wait_s: float | None = None,
+        straggler_s: float | None = None,
+        slow_floor_s: float | None = None,
+        slow_ceiling_s: float | None = None,
         max_restarts: int = 20,
         restart_window_s: float = 3600.0,
         finish_grace_s: float = 30.0,
@@ -65,6 +75,11 @@ class LaunchSettings:
             ("--replicas", replicas, 1),
             ("--ranks-per-replica", ranks, 1),
             ("--min-replicas", min_replicas, 1),
+            ("--spares", spares, 0),
+            ("--join-wait", join_wait_s or 0, 0),
+            ("--straggler", straggler_s or 0, 0),
+            ("--slow-floor", 1 if slow_floor_s is None else slow_floor_s, 0.1),
+            ("--slow-ceiling", math.inf if slow_ceiling_s is None else slow_ceiling_s, slow_floor_s or 1.0),
             ("--max-restarts", max_restarts, 0),
             ("--restart-window", restart_window_s, 0),
             ("--finish-grace", finish_grace_s, 0),
@@ -98,12 +113,23 @@ class LaunchSettings:
             args=args,
             replicas=replicas,
             ranks=ranks,
+            spares=spares,
             run_dir=run_dir.resolve(),
             made_run_dir=made,
             job=job if job is not None else re.sub(r"[^\w.-]", "_", f"{name}-{os.getpid()}"),
             store=store,
             token=token,
             min_replicas=min_replicas,
+            waits_s={
+                name: value
+                for name, value in (
+                    ("KEEPSTEP_JOIN_WAIT_S", join_wait_s),
+                    ("KEEPSTEP_STRAGGLER_S", straggler_s),
+                    ("KEEPSTEP_SLOW_FLOOR_S", slow_floor_s),
+                    ("KEEPSTEP_SLOW_CEILING_S", slow_ceiling_s),
+                )
+                if value is not None
+            },
             max_restarts=max_restarts,
             restart_window_s=restart_window_s,
             finish_grace_s=finish_grace_s,
@@ -138,6 +164,7 @@ class LaunchSettings:
             "KEEPSTEP_RUN_DIR": str(self.run_dir),
             "KEEPSTEP_FAULTS": "\n".join(self.faults),
             "KEEPSTEP_MIN_REPLICAS": str(self.min_replicas),
+            **{name: str(seconds) for name, seconds in self.waits_s.items()},
             **self._checkpoint_variables(),
         }
 

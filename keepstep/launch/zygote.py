@@ -26,7 +26,10 @@ MAX_REQUEST = 1 << 20
 REPARENT_S = 5.0
 ANSWER_S = 120.0  # the first answer waits for torch's import; a stopped zygote must not stop the launcher for good
 PR_SET_NAME = 15
-PRELOAD = "keepstep.training.training"  # torch, FSDP2, etcd, HTTP: all that join() needs
+PRELOAD = (
+    "keepstep.training.training",  # torch, FSDP2, etcd, HTTP: all that join() needs
+    "torch._dynamo",  # the first optimizer or fully_shard() of a process imports it, which takes a second
+)
 
 
 class ZygoteError(Exception):
@@ -119,7 +122,8 @@ def _run(request: dict[str, object], fds: list[int]) -> None:
         launcher = int(os.environ.pop("KEEPSTEP_PARENT"))
         _await_parent(launcher)
         tie_to_parent(launcher)
-        name = f"keepstep-r{env['REPLICA_ID']}.{env['RANK']}"  # what `ps` and `top` call it
+        place = f"r{env['REPLICA_ID']}" if "REPLICA_ID" in env else "spare"
+        name = f"keepstep-{place}.{env['RANK']}"  # what `ps` and `top` call it
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
         if "numpy" in sys.modules:  # a fork inherits its generator's state; Python's own reseeds itself
             sys.modules["numpy"].random.seed()
@@ -141,8 +145,9 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     tie_to_parent(int(os.environ.pop("KEEPSTEP_PARENT")))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(ImportError):  # a rank that imports it says so better
-        __import__(PRELOAD)
+    for module in PRELOAD:
+        with contextlib.suppress(ImportError):  # a rank that imports it says so better
+            __import__(module)
     serve(requests)
 
 

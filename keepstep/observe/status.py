@@ -48,7 +48,7 @@ class Status:
     step: int | None  # that is being trained
     quorum_id: int | None
     seq: int | None
-    spares: int = 0  # there are none yet
+    spares: int = 0  # that wait on the launcher's machine; the store does not know of them
     loss: float | None = None
     findings: Findings | None = None
 
@@ -117,9 +117,16 @@ def of_run(run: Run, job: str, *, now: float | None) -> Status:
         step=None if newest is None else newest["step"],
         quorum_id=None if newest is None else newest.get("quorum_id"),
         seq=None if newest is None else newest["seq"],
+        spares=_spares(run),
         loss=next(reversed(losses.values()), None),
         findings=findings,
     )
+
+
+def _spares(run: Run) -> int:
+    """How many wait, if their launcher lives."""
+    newest = {e.get("number"): e.get("state") for e in run.of("spare")}
+    return 0 if run.of("end") else sum(state == "ready" for state in newest.values())
 
 
 def _replica(history: History, replica: int, lives: tuple[Life, ...], newest: Record | None) -> ReplicaStatus:
@@ -220,6 +227,8 @@ def in_words(status: Status) -> str:
         step = "" if r.step is None else f"state {r.step}"
         row = f"  replica {r.replica:<3d} {r.doing.replace('_', ' '):12s} {step:12s} {r.words}"
         lines.append(row.rstrip())
+    if status.spares:
+        lines.append(f"  spares: {status.spares}")
     if status.findings is not None:
         lines += _past(status.findings)
     return "\n".join(lines)
@@ -256,5 +265,6 @@ def for_prometheus(status: Status) -> str:
     add("step", "gauge", status.step)
     add("quorum_id", "gauge", status.quorum_id)
     add("replicas", "gauge", status.num_replicas)
+    add("spares", "gauge", status.spares)
     add("workers", "gauge", sum(r.doing == "worker" for r in status.replicas))
     return "\n".join(lines) + "\n"

@@ -112,6 +112,12 @@ class Environment:
             version=__version__,
         )
 
+    @property
+    def waits_s(self) -> dict[str, float]:
+        """How long who is waited for, to be kept with the run."""
+        names = ("lease_s", "start_wait_s", "join_wait_s", "straggler_s", "slow_floor_s", "slow_ceiling_s")
+        return {name: getattr(self, name) for name in names}
+
 
 def read_token(env: Mapping[str, str]) -> bytes:
     """The job's secret, from KEEPSTEP_TOKEN or the file KEEPSTEP_TOKEN_FILE."""

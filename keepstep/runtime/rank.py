@@ -222,6 +222,7 @@ class RankRuntime:
         )
         if env.rank == LEADER:
             assert self._store is not None
+            self.emit("settings", **env.waits_s)
             policy = Policy(
                 num_replicas=env.num_replicas,
                 min_replicas=env.min_replicas,

@@ -1,6 +1,7 @@
 """`keepstep.join()`: makes this process a rank of its replica.
 
-What it does, in order: read the environment (from `keepstep run`, or torchrun's plus ours), rank 0 reaches the store, join
+What it does, in order: wait for a place if this is a warm spare (`runtime.spare`), read the environment (from `keepstep run`, or
+torchrun's plus ours), rank 0 reaches the store, join
 the replica's control tree, initialise `torch.distributed` *inside* the replica over a rendezvous that rank 0
 opened on a free port and announced through the tree (no port is guessed). Between replicas there is no torch process
 group: that is FTAR's.
@@ -18,6 +19,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from time import process_time
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from keepstep.runtime.environment import Environment
 from keepstep.runtime.event_log import EventLog
 from keepstep.runtime.faults import Faults
 from keepstep.runtime.rank import RankRuntime
+from keepstep.runtime.spare import stand_by
 
 log = logging.getLogger("keepstep")
 
@@ -113,6 +116,7 @@ def _check_finished(job: Job) -> None:
 
 
 def _join() -> Job:
+    was_spare = stand_by(os.environ)
     env = Environment.from_env(os.environ)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if env.host.startswith("127."):
@@ -122,6 +126,7 @@ def _join() -> Job:
         env = replace(env, incarnation=Incarnation(secrets.token_hex(8)))
     events = EventLog.for_rank(env)
     runtime = RankRuntime(env, events=events, faults=Faults.parse(env.faults, env))
+    runtime.emit("entered", script_at=env.script_at, spare=was_spare, cpu_s=process_time())
     stores: list[TCPStore] = []
 
     def make_welcome() -> bytes:
@@ -137,6 +142,7 @@ def _join() -> Job:
 
     try:
         welcome = json.loads(runtime.connect(make_welcome))
+        runtime.emit("connected", cpu_s=process_time())
         if not dist.is_initialized():
             store = stores[0] if stores else TCPStore(welcome["host"], welcome["port"], env.world_size)
             dist.init_process_group("gloo", store=store, rank=env.rank, world_size=env.world_size)
@@ -145,7 +151,7 @@ def _join() -> Job:
         events.close()
         raise
     mesh = init_device_mesh("cpu", (env.world_size,), mesh_dim_names=("shard",))
-    runtime.emit("joined")
+    runtime.emit("joined", cpu_s=process_time())
     return Job(env, runtime, mesh)
 
 

@@ -47,6 +47,16 @@ def test_from_the_records(mono: float, state: str, now: list[str]) -> None:
     assert json.loads(json.dumps(status.as_json()))["state"] == state
 
 
+def test_spares_that_are_ready_are_counted() -> None:
+    r = killed_run()
+    for number, state in ((1, "started"), (2, "started"), (1, "ready"), (2, "ready"), (1, "taken"), (3, "started")):
+        r.events.append({"event": "spare", "mono": 7.0, "t": 7.0, "number": number, "state": state})
+    status = of_run(r.run(), "my-job", now=7.5)
+    assert status.spares == status.as_json()["spares"] == 1
+    assert "  spares: 1\n" in in_words(status)
+    assert "keepstep_spares 1\n" in for_prometheus(status)
+
+
 def test_before_the_first_step_and_after_the_last() -> None:
     r = killed_run()
     assert of_run(until(r, -1.0), "my-job", now=0.0).state == "starting"
