@@ -351,10 +351,17 @@ class RankMachine:
             ring_broken=True,
             suspect=suspect,
             own_link=own_link,
-            computed=self._attempt is not None and self._attempt.attempt == self._computed,
+            computed=self._has_computed(self.running),
             reason=reason,
         )
         return (SendUp(message=vote),)
+
+    def _has_computed(self, decision: Decision) -> bool:
+        """Our part of a decision's sum is there. At the end of the data a WORKER may have no units: then it only waits."""
+        if self._attempt is not None:
+            return self._attempt.attempt == self._computed
+        me = decision.member(self.settings.replica_id, self.settings.incarnation)
+        return me is not None and me.role is Role.WORKER
 
     def on_ring_broken(
         self, quorum_id: QuorumId, suspect: ReplicaId | None, reason: str, *, own_link: bool = False

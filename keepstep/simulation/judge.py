@@ -10,8 +10,9 @@ give them. A state's content is a number made of everything that went into it, s
       names one ring, and is kept only by members who all completed what came before
   I4  a decision starts from a state of the history that is not revoked; whoever has answered a decision does not complete it; a
       replica commits what all its ranks completed, all of them or none
-  I5  is the world's: progress once everything is well. Here: nobody gives up while a state is there to go on from, and no
-      checkpoint is restored while somebody holds one, nor an old one while a newer one can be read
+  I5  is the world's: progress once everything is well. Here: a main thread that hangs holds nobody up; nobody gives up while a
+      state is there to go on from, and no checkpoint is restored while somebody holds one, nor an old one while a newer one can
+      be read
 """
 
 from collections import defaultdict
@@ -57,6 +58,7 @@ class Judge:
         self.world = world
         self.plan = world.plan
         self.steps = 0  # commits seen, of any replica
+        self.newest_at = 0  # when the newest was
         self.decisions: dict[Seq, Decision] = {}
         self.last: Decision | None = None
         self.parent: dict[StateName, StateName | None] = {}
@@ -286,11 +288,26 @@ class Judge:
             return
         if self.world.talks:
             self.world.say(life.replica_id, f"commits decision {seq}")
-        self.steps += 1
+        self.steps, self.newest_at = self.steps + 1, self.world.clock.now
         if self.answered.get(who, 0) >= seq:
             raise Violation(f"I4: {who} completes decision {seq}, which it has answered")
         if not self._all_ranks_completed(who, seq):
             raise Violation(f"I4: {who} commits decision {seq}, which not all its ranks completed")
+
+    def on_hung(self, ranks: Sequence["SimRank"]) -> None:
+        """Main threads go on that have hung so far. If nothing else went wrong, and others hold the state and may train all that
+        is left, these went on without them."""
+        plan, last, now = self.plan, self.last, self.world.clock.now
+        if len(plan.faults) > 1 or plan.lasting is not None or plan.ledger.cursors:
+            return
+        if last is None or last.kind is not Kind.TRAIN or self._is_final(last.outcome):
+            return
+        quick = [life for life in self.world.lives if life is not ranks[0].life]
+        if sum(self._held_by_all(life) == last.start for life in quick) < plan.policy.min_replicas:
+            return
+        said = 2 * max(rank.pace.threshold for rank in ranks)  # the first time, others may have computed as well
+        if now - self.newest_at > 1.3 * said + STEADY:
+            raise Violation(f"I5: nobody went on without {ranks[0].life.incarnation}, whose main thread hangs")
 
     def on_order(self, rank: "SimRank", index: int, order: Order) -> None:
         """Main threads meet in collectives: all ranks of a replica must be told the same things in the same order."""

@@ -60,6 +60,7 @@ REQUESTS = {  # not faults: what operators want
     "leave": 4,  # the replica is to leave; not `seen`: and is asked back after `duration`
     "stop": 1,  # the whole job is to stop
 }
+HANGS = {"hang main": 1}  # its main thread makes no progress, or those of all its ranks (`seen`), and all else lives
 LASTING = 7_919  # makes a generator of its own for what came later, so that a seed's other faults stay what they were
 
 
@@ -82,7 +83,7 @@ class Fault:
         what = self.kind
         if self.kind in DISK_KINDS:
             return f"{what}, {when if not self.point else f'when replica {self.replica} is {when}'}"
-        if self.kind in ("crash rank", "freeze rank", "slow tree"):
+        if self.kind in ("crash rank", "freeze rank", "slow tree") or (self.kind in HANGS and not self.seen):
             what = f"{self.kind}{' of rank' if self.kind == 'slow tree' else ''} {self.rank}"
         if self.kind == "cut link":
             what = f"cut link to replica {self.other}"
@@ -163,9 +164,9 @@ def plan_of(seed: int, kinds: tuple[str, ...] = ()) -> Plan:
         lasting=_lasting(random.Random(seed + LASTING), replicas, policy),
         more_steps=1,
     )
-    return _with_requests(
-        _with_checkpoints(plan, random.Random(seed * 31 + 7), kinds), random.Random(seed * 37 + 5), kinds
-    )
+    plan = _with_checkpoints(plan, random.Random(seed * 31 + 7), kinds)
+    plan = _with_requests(plan, random.Random(seed * 37 + 5), kinds)
+    return _with_hangs(plan, random.Random(seed * 43 + 11), kinds)
 
 
 def _with_checkpoints(plan: Plan, rng: random.Random, kinds: tuple[str, ...]) -> Plan:
@@ -201,6 +202,22 @@ def _with_requests(plan: Plan, rng: random.Random, kinds: tuple[str, ...]) -> Pl
         _fault(rng, plan.replicas, plan.ranks, plan.heal_at, REQUESTS, kinds) for _ in range(rng.choice([1, 1, 2]))
     ]
     return replace(plan, faults=(*plan.faults, *asked))
+
+
+def _with_hangs(plan: Plan, rng: random.Random, kinds: tuple[str, ...]) -> Plan:
+    """In some worlds main threads hang, some of them longer than the straggler policy allows. They heal later, but for those
+    where a replica that gives up meanwhile takes its stream with it."""
+    if (kinds and not set(kinds) & HANGS.keys()) or (not kinds and rng.random() < 0.85):
+        return plan
+    heal_at = plan.heal_at if plan.ledger.cursors else max(plan.heal_at, 30 * SECOND)
+    faults = [
+        replace(
+            _fault(rng, plan.replicas, plan.ranks, 8 * SECOND, HANGS, kinds),
+            duration=int(rng.choice([1, 3, 8, 15, 20]) * SECOND * (0.5 + rng.random())),
+        )
+        for _ in range(rng.choice([1, 1, 2]))
+    ]
+    return replace(plan, faults=(*plan.faults, *faults), heal_at=heal_at)
 
 
 def _lasting(rng: random.Random, replicas: int, policy: Policy) -> tuple[int, int] | None:

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from keepstep.simulation.clock import SECOND
 from keepstep.simulation.judge import Violation
 from keepstep.simulation.plan import Plan, plan_of
 from keepstep.simulation.world import Result, World
 
 CHUNK = 100
+SHORT = 8 * SECOND  # before everything heals
 
 
 @dataclass(kw_only=True)
@@ -107,6 +109,8 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
     if plan.ranks > 1:
         faults = tuple(replace(fault, rank=min(fault.rank, plan.ranks - 2)) for fault in plan.faults)
         yield replace(plan, ranks=plan.ranks - 1, faults=faults)
+    if plan.heal_at > SHORT:
+        yield replace(plan, heal_at=SHORT)
     if plan.exchanges > 1:
         yield replace(plan, exchanges=1)
     if plan.jitter:

@@ -51,6 +51,8 @@ class SimRank:
         self._orders: deque[Given] = deque()
         self._busy = False
         self._given = 0
+        self._hangs = False  # the main thread
+        self._hung: list[tuple[Any, tuple[Any, ...]]] = []  # what it would have done meanwhile
 
     def say_hello(self) -> None:
         plan = self.world.plan
@@ -220,6 +222,22 @@ class SimRank:
                 self.left = True
                 self.life.on_left(self, order)
 
+    def hang(self) -> None:
+        """The main thread makes no progress until `unhang`; everything else of the process lives."""
+        self._hangs = True
+
+    def unhang(self) -> None:
+        self._hangs = False
+        for action, args in self._hung:
+            self.world.clock.after(0, self.process, action, *args)
+        self._hung.clear()
+
+    def _put_off(self, action: Any, *args: Any) -> bool:
+        """Whether the main thread hangs, so that this happens later."""
+        if self._hangs:
+            self._hung.append((action, args))
+        return self._hangs
+
     def _after(self, typically: int, action: Any, *args: Any) -> None:
         self.world.clock.after(self.world.takes(typically), self.process, action, *args)
 
@@ -229,6 +247,8 @@ class SimRank:
 
     def computed(self, order: Train) -> None:
         """Every rank of the replica takes part in forward and backward: the buckets fill."""
+        if self._put_off(self.computed, order):
+            return
         base = self.holding.content
         if self.holding.live != order.start:
             raise InvariantViolation(f"{order} is to be computed from {self.holding.live}")
@@ -252,6 +272,8 @@ class SimRank:
         self._after(5 * MS * slow, self._applied, order, reduced)
 
     def _applied(self, order: Apply, reduced: tuple[Buffer, ...]) -> None:
+        if self._put_off(self._applied, order, reduced):
+            return
         before, outcome = self.holding.content, order.decision.outcome
         self.holding.content = hash((before, len(order.decision.workers), *[buffer.sum for buffer in reduced]))
         self.holding.after_write(outcome)
@@ -263,6 +285,8 @@ class SimRank:
         self._next()
 
     def _loaded(self, order: LoadState, fetched: int) -> None:
+        if self._put_off(self._loaded, order, fetched):
+            return
         self.holding.content = fetched
         self.holding.after_write(order.state)
         self.world.judge.on_state(self, order.state, fetched, order.ledger)

@@ -256,6 +256,11 @@ class World:
                 name, factor = ("main_slowness", 10) if fault.kind == "slow main" else ("fetch_slowness", 20)
                 setattr(life, name, factor)
                 self.clock.after(until, None, setattr, life, name, 1)
+            case "hang main":
+                hung = life.ranks if fault.seen else [rank]
+                for each_rank in hung:
+                    each_rank.hang()
+                self.clock.after(until, None, self._unhang, hung)
             case "damage":
                 life.damage = True
             case "leave":
@@ -282,6 +287,12 @@ class World:
             self.store.announce(replica, True)
         elif not life.finished:
             self.lives[replica] = self._born(replica, life.number + 1)
+
+    def _unhang(self, ranks: list[SimRank]) -> None:
+        if not self.healed:
+            self.judge.on_hung(ranks)
+        for rank in ranks:
+            rank.unhang()
 
     def _note_out(self, life: Life) -> None:
         """It is about to lose touch with the store."""
@@ -342,6 +353,8 @@ class World:
             client = life.leader.client
             client.errors, client.slowness, client.request_takes = 0, 1, 0
             self._thaw(life.ranks)
+            for rank in life.ranks:
+                rank.unhang()
             self._reconnect(life)
             if life.over and not life.done:
                 self.clock.after(SECOND, None, self._restart, life)

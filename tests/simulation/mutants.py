@@ -302,6 +302,31 @@ def nothing_is_reported_after_a_retry(patch: Patch) -> None:
     patch.setattr(LeaderMachine, "_retry", lambda self, vote: genuine(self, vote)[:1])
 
 
+# --- a main thread that makes no progress ---------------------------------------------------------------------
+
+
+@mutant(100, "hang main")
+def a_slow_replica_is_always_waited_for(patch: Patch) -> None:
+    patch.setattr(quorum, "_slow", lambda plan, least: frozenset())
+
+
+@mutant(100, "hang main")
+def nobody_says_that_it_waits_for_a_slow_replica(patch: Patch) -> None:
+    patch.setattr(RankMachine, "on_computed", lambda self, attempt: None)
+
+
+@mutant(100, "hang main")
+def too_few_go_on_without_a_slow_replica(patch: Patch) -> None:
+    genuine = quorum._slow
+    patch.setattr(quorum, "_slow", lambda plan, least: genuine(plan, 0))
+
+
+@mutant(50, "hang main")
+def once_slow_is_slow_for_good(patch: Patch) -> None:
+    genuine = LeaderMachine._on_lags
+    patch.setattr(LeaderMachine, "_on_lags", lambda self, message: genuine(self, replace(message, slow=True)))
+
+
 # --- a rank's step ---------------------------------------------------------------------------------------------
 
 

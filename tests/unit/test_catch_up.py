@@ -217,6 +217,26 @@ def test_failures_are_voted_down_and_name_the_suspect() -> None:
     assert machine.on_step_failed(Seq(1), ReplicaId(1), "late") == ()
 
 
+def test_a_worker_whose_part_is_there_says_so_when_the_exchange_fails() -> None:
+    machine = working()
+
+    def fails(seq: int) -> bool:
+        (send,) = machine.on_step_failed(Seq(seq), ReplicaId(1), "told: replica 1 is slow")
+        assert isinstance(send, SendUp)
+        assert isinstance(send.message, Vote)
+        return send.message.computed
+
+    machine.on_message(decided(decision(2, 1, 1, member(0, W, 2), member(1, W, 3))))
+    assert not fails(2)
+    machine.on_message(decided(decision(3, 1, 1, member(0, W, 2), member(1, W, 3), quorum=3)))
+    machine.on_computed(2)
+    assert fails(3)
+    machine.on_message(decided(decision(4, 1, 1, member(0, W), member(1, W, 3), quorum=4)))
+    assert fails(4), "the data is over: nothing to compute, but something to wait for"
+    machine.on_message(decided(decision(5, 1, 1, member(0, C), member(1, W, 3), quorum=5)))
+    assert not fails(5), "nobody is late for whoever catches up"
+
+
 def test_only_the_present_ring_matters() -> None:
     machine = working()
     assert machine.on_ring_broken(QuorumId(9), None, "old") == ()
