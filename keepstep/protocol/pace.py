@@ -11,8 +11,9 @@ itself knows, from the orders that its main thread has not carried out yet. How 
                      └── stuck ───┴──> this life is of no use: it is ended, and another one begins
 
 Slow counts only while an order to train is waiting: nobody waits for a replica that loads or replays. A life's first step is not
-learned from, since it may compile. A deadline that is told late says that the whole process stood still; then the main thread
-gets some more time.
+learned from, since it may compile. Of a step that was slow no more than the threshold is learned: one hang must not hide the
+next, and steps that have become longer for good are known after a few. A deadline that is told late says that the whole process
+stood still; then the main thread gets some more time.
 
 Departs from the paper: it knows only one timeout. Pure; times in ns of one monotonic clock.
 """
@@ -101,7 +102,7 @@ class Pace:
         if trains:
             self._trained += 1
             if self._trained > 1:
-                self._steps.append(took)
+                self._steps.append(min(took, self.threshold))
         return (KeepsUp(took=took),) if was_slow else ()
 
     def next_deadline(self) -> int | None:

@@ -67,6 +67,19 @@ def test_until_steps_are_known_only_the_ceiling_counts_and_the_first_is_not_lear
     assert main.pace.threshold == S + 2 * STEP
 
 
+def test_one_hang_hides_the_next_hardly_and_longer_steps_are_soon_known() -> None:
+    main = Main()
+    main.steps(10)
+    first = main.pace.threshold
+    for expected in (S + 2 * first, S + 2 * (S + 2 * first)):
+        main.hangs()
+        main.now += 30 * S
+        main.pace.on_done(now=main.now)
+        assert main.pace.threshold == expected
+    main.steps(RECENT, took=7 * S)
+    assert main.pace.threshold == 15 * S
+
+
 def test_an_old_slow_step_is_forgotten() -> None:
     main = Main()
     main.steps(4)
