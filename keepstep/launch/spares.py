@@ -1,7 +1,7 @@
 """Warm spares on this machine: replicas that have run the script up to `keepstep.join()` and wait there (FT-HSDP section 5.4).
 
     started ──every rank is in join()──> ready ──a replica needs a life──> taken: it is told its place, and goes on
-       │                                   └──the script's file is another one now──> stale: ended
+       │                                   └──a file that it has run is another one now──> stale: ended
        └──── a rank ends ──────────────────────> ended; another one after a pause that grows
 
 A spare is made of processes like any rank's, whose environment has no REPLICA_ID yet. `Taken.start` then takes the place of
@@ -15,15 +15,16 @@ loop.
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from keepstep.launch.processes import Output, RankProcess, Start, how_it_ended
+from keepstep.runtime.spare import MAX_MESSAGE
 
 PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)  # before the next try, when spares end by themselves in a row
 SETTLE_S = 5.0  # after a start or a restart
@@ -36,11 +37,10 @@ Emit = Callable[[str, Mapping[str, object]], None]
 class Spare:
     """The processes of one replica that is not any yet."""
 
-    def __init__(
-        self, number: int, ranks: int, script: str | None, start: Callable[[int, int, int], int], own: "Owner"
-    ) -> None:
+    def __init__(self, number: int, ranks: int, start: Callable[[int, int, int], int], own: "Owner") -> None:
         """`start`: (rank, where its output goes, its end of the socket) -> pid. Raises OSError."""
-        self.number, self.script = number, script
+        self.number, self._begun_ns = number, time.time_ns()
+        self._sources: set[str] = set()  # files that it has run
         self.processes: list[RankProcess] = []
         self.sockets: list[socket.socket] = []
         self._waiting = set(range(ranks))
@@ -75,8 +75,9 @@ class Spare:
         self._loop.remove_reader(self.sockets[rank])
         heard = b""
         with contextlib.suppress(OSError):
-            heard = self.sockets[rank].recv(64)
+            heard = self.sockets[rank].recv(MAX_MESSAGE)
         if heard and rank in self._waiting:
+            self._sources.update(json.loads(heard))
             self._waiting.remove(rank)
             if self.ready:
                 self._own.on_ready(self)
@@ -84,6 +85,14 @@ class Spare:
     @property
     def ready(self) -> bool:
         return not self._waiting
+
+    @property
+    def stale(self) -> bool:
+        """Whether a file that it has run is another one since: by the time of its last change, which no copying sets back."""
+        try:
+            return any(os.stat(path).st_ctime_ns > self._begun_ns for path in self._sources)
+        except OSError:
+            return True
 
     @property
     def own(self) -> list[RankProcess]:
@@ -99,14 +108,19 @@ class Spare:
         return any(p.code is None for p in self.own)
 
     def tell(self, rank: int, place: Mapping[str, str], output: int, listener: int | None) -> int:
-        """Tells a waiting rank its place; it is our child as before, but somebody else's to wait for. Raises OSError."""
+        """Tells a waiting rank its place; it stays our child, but somebody else's to wait for. Raises OSError, and has then
+        killed the rank: it must not take the place later, when another process has it."""
         process, channel = self.processes[rank], self.sockets[rank]
         if process.code is not None:
             raise ChildProcessError(f"it {how_it_ended(process.code)}")
         fds = [output] if listener is None else [output, listener]
-        socket.send_fds(channel, [json.dumps(dict(place)).encode()], fds)
-        if not channel.recv(64):
-            raise ChildProcessError("it has ended")
+        try:
+            socket.send_fds(channel, [json.dumps(dict(place)).encode()], fds)
+            if not channel.recv(64):
+                raise ChildProcessError("it has ended")
+        except OSError:
+            process.kill()
+            raise
         process.release()
         return process.pid
 
@@ -195,19 +209,22 @@ class Spares:
         self._spares: list[Spare] = []
         self._leaving: list[Spare] = []  # that still have processes to be waited for
         self._timer: asyncio.TimerHandle | None = None
+        self._not_before = 0.0  # the loop's time
         self._closed = False
 
     # --- making them ------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Something has been started: make what is missing, but a while later."""
-        self._in(SETTLE_S)
+        self._not_before = asyncio.get_running_loop().time() + SETTLE_S
+        self._in(0.0)
 
     def _in(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if not self._closed and len(self._spares) < self.count:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._guarded, self._make)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(loop.time() + seconds, self._not_before), self._guarded, self._make)
 
     def _make(self) -> None:
         """One at a time: the next when this one is ready."""
@@ -220,20 +237,13 @@ class Spares:
             return self._start(self._args, {**self._env, **own}, output, channel)
 
         try:
-            spare = Spare(self._made, self._ranks, self._digest(), start, self._own)
+            spare = Spare(self._made, self._ranks, start, self._own)
         except OSError as error:
             self._failed(f"it cannot be started: {error}")
             return
         self._spares.append(spare)
         self._started(spare.pids)
         self._tell(spare, "started", pids=spare.pids)
-
-    def _digest(self) -> str | None:
-        """Of the script's file. Not of what it imports."""
-        try:
-            return hashlib.sha256(Path(self._args[0]).read_bytes()).hexdigest()
-        except OSError:
-            return None
 
     def _on_ready(self, spare: Spare) -> None:
         self._failures = 0
@@ -268,9 +278,9 @@ class Spares:
 
     def take(self) -> Taken:
         """A ready one that has run the script as it is now, or none."""
-        digest, found = self._digest(), None
+        found = None
         for spare in [s for s in self._spares if s.ready]:
-            if digest is None or spare.script != digest:
+            if spare.stale:
                 self._give_up(spare, "stale")
             elif found is None:
                 found = spare

@@ -117,16 +117,17 @@ def of_run(run: Run, job: str, *, now: float | None) -> Status:
         step=None if newest is None else newest["step"],
         quorum_id=None if newest is None else newest.get("quorum_id"),
         seq=None if newest is None else newest["seq"],
-        spares=_spares(run),
+        spares=0 if ends or now is None else _spares(run),
         loss=next(reversed(losses.values()), None),
         findings=findings,
     )
 
 
 def _spares(run: Run) -> int:
-    """How many wait, if their launcher lives."""
-    newest = {e.get("number"): e.get("state") for e in run.of("spare")}
-    return 0 if run.of("end") else sum(state == "ready" for state in newest.values())
+    """How many wait. Of those of a launcher before, which left no word of their end, none does."""
+    since = max((e["mono"] for e in run.of("start")), default=0.0)
+    newest = {str(e.get("number")): e.get("state") for e in run.of("spare") if e["mono"] >= since}
+    return sum(state == "ready" for state in newest.values())
 
 
 def _replica(history: History, replica: int, lives: tuple[Life, ...], newest: Record | None) -> ReplicaStatus:

@@ -1,7 +1,7 @@
 """A warm spare, from inside: it has run the user's script up to `keepstep.join()`, and waits there to be told which rank it is.
 
     launcher ── its place as environment variables; descriptors: output, and for rank 0 the listener ──> spare
-                                                                             "ready", and then its pid <──
+                                                            the files that it has run, and then its pid <──
 
 It holds memory and nothing else: no port, no lease, no connection to the store. The socket comes where a leader's listener would
 (`launch.spares` is the other end).
@@ -18,7 +18,7 @@ from collections.abc import MutableMapping
 
 MAX_MESSAGE = 1 << 20
 PR_SET_NAME = 15
-READY = b"ready"
+SOURCES_MAX = 500
 
 
 def stand_by(env: MutableMapping[str, str]) -> bool:
@@ -27,7 +27,7 @@ def stand_by(env: MutableMapping[str, str]) -> bool:
         return False
     launcher = socket.socket(fileno=int(env.pop("KEEPSTEP_LEADER_FD")))
     try:
-        launcher.send(READY)
+        launcher.send(json.dumps(sources()).encode())
         data, fds, _, _ = socket.recv_fds(launcher, MAX_MESSAGE, 2)
     except OSError:
         data = b""
@@ -45,3 +45,12 @@ def stand_by(env: MutableMapping[str, str]) -> bool:
     launcher.send(str(os.getpid()).encode())
     launcher.close()
     return True
+
+
+def sources() -> list[str]:
+    """The script and the modules beside it that it has imported: what a user changes between two lives."""
+    script = os.path.abspath(sys.argv[0])
+    beside = os.path.dirname(script) + os.sep
+    files = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+    ours = [path for path in files if path.startswith(beside) and "site-packages" not in path]
+    return [script, *ours][:SOURCES_MAX]

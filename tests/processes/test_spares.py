@@ -5,15 +5,14 @@ Docs: docs/operations.md. In every test the job ends with the bits that one proc
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from jobs import TINY, processes_of
+from jobs import TINY, processes_of, wait_until
 from matrix import FAULTY, Job
+from test_leaving import keepstep
 
 STEPS = ("--steps", "500", "--step-seconds", "0.05")
 
@@ -42,10 +41,7 @@ def test_a_killed_replica_goes_on_in_a_spare(tmp_path: Path) -> None:
         ready = until(job, "ready")
         spare = spare_of(job, ready["number"])
         assert not [c for p in spare for c in p.net_connections("tcp")], "it holds no port and no connection"
-        told = subprocess.run(
-            [sys.executable, "-m", "keepstep", "status", "--json", str(run_dir)], capture_output=True, check=True
-        )
-        assert json.loads(told.stdout)["spares"] == 1
+        assert json.loads(keepstep("status", "--json", run_dir)[1])["spares"] == 1
         job.until_step(10)
         job.rank(1).kill()
         assert next_life(job)["spare"]
@@ -80,20 +76,61 @@ def test_spares_that_die_or_freeze_are_no_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_a_spare_of_an_older_script_is_not_used(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TINY.read_text())
-    with Job(tmp_path / "run", "--spares", "1", replicas=2, script=script, args=STEPS) as job:
-        until(job, "ready")
-        script.write_text(TINY.read_text() + "# changed\n")
+def test_a_spare_that_dies_while_it_is_told_its_place_or_right_after(tmp_path: Path) -> None:
+    with Job(tmp_path, "--spares", "1", "--ranks-per-replica", "2", replicas=2, args=STEPS) as job:
+        spare = spare_of(job, until(job, "ready")["number"])
+        spare[1].suspend()  # so that it is being told for a second
         job.rank(1).kill()
-        assert not next_life(job)["spare"]
-        assert until(job, "stale")
+        until(job, "taken")
+        spare[1].kill()
+        assert next_life(job)["spare"], "rank 0 of it could be used"
+        job.until_step(job.last_step() + 5, replica=1)
         until(job, "ready", beside=1)
         job.rank(1).kill()
-        assert next_life(job, number=3)["spare"]
+        job.wait(lambda: job.of("spawn", replica=1, life=3))
+        job.rank(1, 1).kill()  # it is a rank like any other by now
+        next_life(job, number=4)
+        job.until_step(job.last_step() + 5, replica=1)
         result = job.finish()
     job.same_bits(result)
+    assert [job.lives(r) for r in range(2)] == [1, 4]
+    assert not list(processes_of(tmp_path))
+
+
+@pytest.mark.faults
+def test_a_spare_of_an_older_script_or_module_is_not_used(tmp_path: Path) -> None:
+    script, module = tmp_path / "train.py", tmp_path / "beside.py"
+    module.write_text("")
+    script.write_text("import beside\n" + TINY.read_text())
+    with Job(tmp_path / "run", "--spares", "1", replicas=2, script=script, args=STEPS) as job:
+        for life, changed in enumerate((script, module), 2):
+            until(job, "ready", beside=life - 2)
+            changed.write_text(changed.read_text() + "# changed\n")
+            job.rank(1).kill()
+            assert not next_life(job, number=life)["spare"]
+            assert until(job, "stale", beside=life - 2)
+        until(job, "ready", beside=2)
+        job.rank(1).kill()
+        assert next_life(job, number=4)["spare"]
+        result = job.finish()
+    job.same_bits(result)
+
+
+@pytest.mark.faults
+def test_a_drained_replica_comes_back_in_a_spare_and_the_job_stops(tmp_path: Path) -> None:
+    args = ("--steps", "100000", "--step-seconds", "0.05")
+    with Job(tmp_path, "--spares", "1", replicas=2, args=args) as job:
+        until(job, "ready")
+        assert keepstep("drain", "1", tmp_path)[0] == 0
+        assert not job.of("spare", state="taken"), "nobody takes the place of one that was asked to leave"
+        assert "\n  spares: 1\n" in keepstep("status", tmp_path)[1]
+        assert keepstep("add", "1", tmp_path)[0] == 0
+        assert next_life(job)["spare"]
+        until(job, "started", beside=1)
+        assert keepstep("stop", tmp_path)[0] == 0
+        result = job.finish()
+    assert result.code == 0, result.output
+    assert not list(processes_of(tmp_path))
 
 
 @pytest.mark.faults
@@ -112,11 +149,12 @@ def test_a_script_that_must_know_its_replica_before_join_has_no_spares(tmp_path:
 
 
 @pytest.mark.faults
-def test_spares_end_with_the_launcher(tmp_path: Path) -> None:
-    with Job(tmp_path, "--spares", "2", replicas=2, args=STEPS) as job:
+def test_spares_and_what_they_have_started_end_with_the_launcher(tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "train.py", tmp_path / "run"
+    script.write_text("import subprocess\nsubprocess.Popen(['sleep', '1000'])\n" + TINY.read_text())
+    with Job(run_dir, "--spares", "2", replicas=2, script=script, args=STEPS) as job:
         until(job, "ready", beside=1)
+        assert sum(p.name() == "sleep" for p in processes_of(run_dir)) == 4
         os.kill(job.process.pid, 9)
         job.process.wait(30)
-        spares = [pid for e in job.of("spare", state="started") for pid in e["pids"]]
-        psutil.wait_procs([psutil.Process(pid) for pid in spares if psutil.pid_exists(pid)], timeout=30)
-        assert not [pid for pid in spares if psutil.pid_exists(pid)]
+        wait_until(lambda: not list(processes_of(run_dir)), 30)

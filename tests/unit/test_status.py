@@ -55,6 +55,7 @@ def test_spares_that_are_ready_are_counted() -> None:
     assert status.spares == status.as_json()["spares"] == 1
     assert "  spares: 1\n" in in_words(status)
     assert "keepstep_spares 1\n" in for_prometheus(status)
+    assert of_run(r.run(), "my-job", now=None).spares == 0, "its launcher is gone, and they with it"
 
 
 def test_before_the_first_step_and_after_the_last() -> None:
