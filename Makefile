@@ -1,10 +1,10 @@
-# make setup | demo | test | test-faults | soak | soak-simulation | exhaustive | fuzz | bench-kill | bench-allreduce | bench-model | scale | format
+# make setup | demo | test | test-faults | soak | soak-noise | soak-simulation | exhaustive | fuzz | bench-kill | bench-allreduce | bench-model | scale | format
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo test lint unit test-faults soak soak-simulation exhaustive fuzz bench-kill bench-allreduce bench-model scale format clean
+.PHONY: help setup setup-bench demo test lint unit test-faults soak soak-noise soak-simulation exhaustive fuzz bench-kill bench-allreduce bench-model scale format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -53,6 +53,10 @@ exhaustive: setup  ## every order of events in small simulated worlds: 3 replica
 FAILURES ?= 2000
 soak: setup  ## training under FAILURES=2000 random failures: bits, ledger, leaks, loss; about an hour
 	$(BIN)/python tests/processes/soak.py --failures $(FAILURES)
+
+MINUTES ?= 60
+soak-noise: setup  ## training for MINUTES=60 beside other work that comes and goes: nobody may be left out or ended
+	$(BIN)/python tests/processes/soak_noise.py --minutes $(MINUTES)
 
 SECONDS ?= 30
 fuzz: setup  ## every parser of bytes from outside, guided by coverage, for SECONDS=30 each
