@@ -31,7 +31,8 @@ def learn(
 ) -> tuple[Apart, ...]:
     """What is known of such pairs after decision `last`. `completed`: somebody who answers it has completed it.
 
-    A complaint counts if both have answered in the life in which they were members: the dead and the silent are other cases.
+    A complaint counts if both have answered in the life in which they were members, and neither is slow: the dead and the silent
+    are other cases, and a slow member has broken the ring itself.
     """
     known = {a.lives: a for a in last.apart if all(life in live for life in a.lives)}
     if last.kind is not Kind.TRAIN:
@@ -40,7 +41,7 @@ def learn(
     if completed:
         whole = set(members.values())
         return tuple(a for lives, a in known.items() if not whole.issuperset(lives))
-    present = {r.incarnation for r in answers if members.get(r.replica_id) == r.incarnation}
+    present = {r.incarnation for r in answers if members.get(r.replica_id) == r.incarnation and not r.slow}
     pairs = {
         _pair(r.incarnation, members[other])
         for r in answers

@@ -286,7 +286,7 @@ class Vote:
     caught_up: bool = True  # CATCHING_UP: the base is loaded and everything before this step replayed
     ring_broken: bool = False
     suspect: ReplicaId | None = None
-    own_link: bool = False  # our own link to or from the suspect failed; else we were told
+    own_link: bool = False  # our own link to or from the suspect failed; else we were told, or it has closed it
     computed: bool = False  # no: but this rank's gradients are complete
     reason: str = ""
 

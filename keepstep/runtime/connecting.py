@@ -22,7 +22,7 @@ from keepstep.protocol.messages import Peer
 from keepstep.protocol.ring import Shape
 from keepstep.runtime import shared_memory
 from keepstep.runtime.handshake import Identity, connect_hello, greet
-from keepstep.runtime.links import LinkError, LinkSettings, ReceiveLink, RingEnded, SendLink, Wake, tune
+from keepstep.runtime.links import LinkError, LinkSettings, PeerClosed, ReceiveLink, RingEnded, SendLink, Wake, tune
 from keepstep.runtime.listener import Accepted, same_user
 from keepstep.runtime.shared_memory import SharedReceiveLink, SharedSendLink
 
@@ -238,7 +238,7 @@ class Connecting:
     def _look_for_mark(self, link: ReceiveLink) -> ReceiveLink | None:
         """None: the previous member did not keep it, and will connect anew."""
         if link.adopted:
-            raise LinkError("it closed the connection", "connect", link.peer)
+            raise PeerClosed("connect", link.peer)
         try:
             link.look_for_mark()
         except LinkError as error:

@@ -49,7 +49,7 @@ class StepFailed:
     phase: str
     reason: str
     fatal: bool
-    own_link: bool = False  # our own link to or from the suspect failed; else we were told
+    own_link: bool = False  # our own link to or from the suspect failed; else we were told, or it has closed it
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,13 @@ class LinkError(Exception):
         self.phase, self.peer = phase, peer
 
 
+class PeerClosed(LinkError):
+    """The other end has closed the connection: it is gone, or it has done with this ring. It was reached, either way."""
+
+    def __init__(self, phase: str, peer: Peer) -> None:
+        super().__init__("it closed the connection", phase, peer)
+
+
 class RingEnded(LinkError):
     """The other end has ended the ring, because of `suspect` if it knows. The link is good."""
 
@@ -152,6 +159,11 @@ class _Link:
             error = f"the connection to it failed ({error.strerror or error})"
         return LinkError(error, phase, self.peer)
 
+    def closed(self, phase: str) -> PeerClosed:
+        """The other end has closed it."""
+        self.failed = True
+        return PeerClosed(phase, self.peer)
+
     def _ended(self, suspect: int, phase: str) -> RingEnded:
         who = None if suspect == NOBODY else ReplicaId(suspect)
         return RingEnded(
@@ -228,7 +240,7 @@ class SendLink(_Link):
         except OSError as error:
             raise self.error(error, phase) from None
         if not got:
-            raise self.error("it closed the connection", phase)
+            raise self.closed(phase)
         self.understand(got, phase)
 
     @property
@@ -409,7 +421,7 @@ class ReceiveLink(_Link):
         """Whether there is something to read. Never waits."""
         try:
             if not self.socks[stream].recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK):
-                raise self.error("it closed the connection", phase)
+                raise self.closed(phase)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -422,7 +434,7 @@ class ReceiveLink(_Link):
         try:
             at = sock.recv_into(self._header, HEADER.size, socket.MSG_DONTWAIT)
             if not at:
-                raise self.error("it closed the connection", phase)
+                raise self.closed(phase)
         except BlockingIOError:
             if not self._await(stream, phase):
                 return None
@@ -480,5 +492,5 @@ class ReceiveLink(_Link):
             except OSError as error:
                 raise self.error(error, phase) from None
             if not got:
-                raise self.error("it closed the connection", phase)
+                raise self.closed(phase)
             at, looks = at + got, 0

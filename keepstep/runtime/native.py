@@ -278,7 +278,7 @@ class NativeThread:
             return self._in.unexpected(header, self._expected(), phase)
         if pump.error:
             return link.error(OSError(pump.error, os.strerror(pump.error)), phase)
-        return link.error("it closed the connection", phase)
+        return link.closed(phase)
 
     def _expected(self) -> tuple[int, int, int, int] | None:
         if not self._receiving:

@@ -34,7 +34,7 @@ from keepstep.runtime.engine_events import (
     StepFailed,
 )
 from keepstep.runtime.handshake import Identity
-from keepstep.runtime.links import LinkError, RingEnded
+from keepstep.runtime.links import LinkError, PeerClosed, RingEnded
 from keepstep.runtime.listener import OURS, Accepted
 from keepstep.runtime.movement import Movement, Running
 from keepstep.runtime.native import NativeThread
@@ -244,7 +244,8 @@ class Ring:
         if isinstance(error, RingEnded):
             self._break(_Broken(error.suspect, error.phase, reason, fatal=False), failed=self._links_to(error.suspect))
         else:
-            why = _Broken(error.peer.replica_id, error.phase, reason, fatal=False, own_link=True)
+            own = not isinstance(error, PeerClosed)
+            why = _Broken(error.peer.replica_id, error.phase, reason, fatal=False, own_link=own)
             self._break(why, failed=[error.peer])
 
     def lost(self, error: LinkError, own: "deque[Running]", other: "deque[Running]") -> None:

@@ -19,7 +19,7 @@ from keepstep.protocol.messages import Endpoint, Peer
 from keepstep.protocol.ring import Shape
 from keepstep.runtime.connecting import Connecting, Kept
 from keepstep.runtime.handshake import Identity
-from keepstep.runtime.links import HEADER, LinkError, LinkSettings, ReceiveLink, RingEnded, SendLink, Wake
+from keepstep.runtime.links import HEADER, LinkError, LinkSettings, PeerClosed, ReceiveLink, RingEnded, SendLink, Wake
 from keepstep.runtime.listener import Listener
 
 SHAPE = Shape(1 << 16, 4)
@@ -173,7 +173,7 @@ def test_silence_in_an_exchange_is_an_error_and_between_them_is_not(pair: Pair) 
 
 def test_whoever_waits_learns_of_the_end_of_the_other(pair: Pair) -> None:
     pair.send.shut()
-    with pytest.raises(LinkError, match="closed"):
+    with pytest.raises(PeerClosed, match="it closed the connection"):
         pair.receive.wait_for_work()
     pair.back_receive.shut()
     pair.back_send.attach(pair.wakes[0])

@@ -43,6 +43,12 @@ def test_one_complaint_makes_a_pair_whoever_complains() -> None:
         pytest.param([not_completed(0), complains(1, 2), report(2, 7, life="b")], id="the other has died since"),
         pytest.param([not_completed(0), complains(1, 1), not_completed(2)], id="of itself"),
         pytest.param([not_completed(0), complains(1, 9), not_completed(2)], id="of nobody"),
+        pytest.param(
+            [not_completed(0), complains(1, 2), not_completed(2, slow=True)], id="the other has stopped it, being slow"
+        ),
+        pytest.param(
+            [not_completed(0), replace(complains(1, 2), slow=True), not_completed(2)], id="it has stopped it itself"
+        ),
     ],
 )
 def test_complaints_that_do_not_count(answers: list[Report]) -> None:
