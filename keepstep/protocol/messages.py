@@ -333,10 +333,12 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lags:
-    """This rank's main thread is slow, or not any more."""
+    """This rank's main thread is slow, or not any more; `stuck`: beyond what the straggler policy allows."""
 
     rank: Rank
     slow: bool
+    stuck: bool = False
+    waits: bool = False  # it is in a collective: another rank may have the cause
     reason: str = ""
 
 

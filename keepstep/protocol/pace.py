@@ -8,7 +8,7 @@ itself knows, from the orders that its main thread has not carried out yet. How 
 
     order given ──threshold──> slow: said to the quorum, which goes on without this replica if others wait for it
                      │            ├── carried out ──> slow no more: it catches up, in the same life
-                     └── stuck ───┴──> this life is of no use: it is ended, and another one begins
+                     └── stuck ───┴──> asks for the end of this life, again and again (`protocol/stuck.py`)
 
 Slow counts only while an order to train is waiting: nobody waits for a replica that loads or replays. A life's first step is not
 learned from, since it may compile. Of a step that was slow no more than the threshold is learned: one hang must not hide the
@@ -58,7 +58,7 @@ class KeepsUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stuck:
-    """It will not come back, as far as anybody can tell."""
+    """It will not come back, as far as anybody can tell. Said again after twice, four times as long."""
 
     took: int
 
@@ -76,7 +76,7 @@ class Pace:
         self._steps: deque[int] = deque(maxlen=RECENT)
         self._trained = 0
         self._slow = 0  # how often it was said of the order at hand
-        self._stuck = False
+        self._stuck = 0
 
     @property
     def slow(self) -> bool:
@@ -98,7 +98,8 @@ class Pace:
         trains, _ = self._orders[0]
         took = now - self._begun
         self._orders.popleft()
-        self._since, was_slow, self._slow = now, self._slow > 0, 0
+        was_slow = self._slow + self._stuck > 0
+        self._since, self._slow, self._stuck = now, 0, 0
         if trains:
             self._trained += 1
             if self._trained > 1:
@@ -107,10 +108,9 @@ class Pace:
 
     def next_deadline(self) -> int | None:
         """When to call `on_time`, unless something else happens before."""
-        if not self._orders or self._stuck:
+        if not self._orders:
             return None
-        stuck = self._begun + max(self.settings.straggler_ns, STUCK * self.threshold)
-        return min(stuck, self._next_slow) if self._awaited else stuck
+        return min(self._next_stuck, self._next_slow) if self._awaited else self._next_stuck
 
     def on_time(self, *, now: int) -> tuple[Effect, ...]:
         """A deadline may have come."""
@@ -121,8 +121,8 @@ class Pace:
             self._since = self._begun + now - due + min(now - due, self.settings.floor_ns)
             return ()
         took = now - self._begun
-        if took >= max(self.settings.straggler_ns, STUCK * self.threshold):
-            self._stuck = True
+        if now >= self._next_stuck:
+            self._stuck += 1
             return (Stuck(took=took),)
         self._slow += 1
         return (Slow(took=took, longest=max(self._steps, default=0)),)
@@ -136,6 +136,10 @@ class Pace:
     def _next_slow(self) -> int:
         """Said again after twice, four times as long: the first time nobody may have waited yet."""
         return self._begun + (self.threshold << self._slow)
+
+    @property
+    def _next_stuck(self) -> int:
+        return self._begun + (max(self.settings.straggler_ns, STUCK * self.threshold) << self._stuck)
 
     @property
     def _awaited(self) -> bool:

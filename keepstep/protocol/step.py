@@ -138,13 +138,18 @@ class LeaderMachine:
         self._quorum_id: QuorumId | None = None
         self._broken = False  # a link of ring `_quorum_id` failed
         self._cut_off: set[ReplicaId] = set()  # to or from these, at one of our ranks
-        self._slow: set[Rank] = set()  # their main threads make no progress
+        self._slow: dict[Rank, Lags] = {}  # their main threads make no progress
         self._waits = False  # the last decision failed when our gradients for it were complete
         self._saving: StateName | None = None  # our ranks are writing it to persistent storage
         self._saved: StateName | None = None  # the newest that they were told to write
         self._checkpoint: Checkpoint | None = None  # what we say we could restore from
         self._restoring: Checkpoint | None = None  # where `_fetching` comes from, if not from peers
         self._unreadable: set[str] = set()  # names of checkpoints that could not be loaded here
+
+    @property
+    def stuck(self) -> tuple[Lags, ...]:
+        """Of ranks whose main threads are past the straggler policy."""
+        return tuple(lags for lags in self._slow.values() if lags.stuck)
 
     @property
     def last_seen(self) -> Seq:
@@ -355,7 +360,9 @@ class LeaderMachine:
         """A main thread makes no progress, or does again. If others may be waiting for us, the step is tried again, and the
         quorum sees who could go on."""
         before = bool(self._slow)
-        (self._slow.add if message.slow else self._slow.discard)(message.rank)
+        said = self._slow.pop(message.rank, None)
+        if message.slow:
+            self._slow[message.rank] = said if said is not None and said.stuck else message
         running = self.running
         if running is None:
             return self._report() if self._ready and bool(self._slow) is not before else ()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from keepstep.protocol import deciding, quorum
 from keepstep.protocol.deciding import Decider
-from keepstep.protocol.errors import JobMismatch, NoStateLeft, StoreError
+from keepstep.protocol.errors import JobMismatch, NoProgress, NoStateLeft, StoreError
 from keepstep.protocol.ids import NO_DECISION, Incarnation, Rank, ReplicaId
 from keepstep.protocol.messages import (
     Checkpoint,
@@ -43,6 +43,7 @@ from keepstep.protocol.step import (
     TellDecided,
     layout_digest,
 )
+from keepstep.protocol.stuck import of_no_use
 from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.etcd_view import StoreView
 from keepstep.runtime.faults import Phase
@@ -207,6 +208,10 @@ class LeaderShell:
             self._carry_out(self.machine.on_decision(view.last))
         asked = view.requests.get(self.machine.settings.replica_id)
         self._carry_out(self.machine.on_asked(leave=asked is not None and asked.leave))
+        settings = self.machine.settings
+        if why := of_no_use(settings.replica_id, settings.incarnation, self.machine.stuck, to_quorum_view(view)):
+            self._on_fatal(NoProgress(why))
+            return
         self._watch_members(view)
         self._watch_report(view)
         self._decide()

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from keepstep.protocol.ids import Rank
+from keepstep.protocol.messages import Lags
 from keepstep.protocol.pace import Effect, KeepsUp, Pace, PaceSettings, Slow, Stuck
 
 log = logging.getLogger("keepstep")
@@ -22,15 +24,14 @@ class Pacing:
     def __init__(
         self,
         settings: PaceSettings,
+        rank: Rank,
         *,
-        lags: Callable[[bool, str], None],
-        stuck: Callable[[str, bool], None],
+        say: Callable[[Lags], None],
         emit: Callable[..., None],
     ) -> None:
-        """`lags` is told that the main thread is slow, or not any more, and why; `stuck` why this life is over, and whether the
-        main thread waits for other ranks, one of which may have the cause."""
+        """`say` tells the leader."""
         self._pace = Pace(settings)
-        self._lags, self._stuck, self._emit = lags, stuck, emit
+        self._rank, self._say, self._emit = rank, say, emit
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -81,16 +82,18 @@ class Pacing:
                 words = f"{took:.1f} s for a step, and {known}; it is at {at}"
                 log.warning("the main thread of this rank makes no progress: %s", words)
                 self._emit("slow", took_s=took, longest_s=longest, at=at)
-                self._lags(True, words)
+                self._say(Lags(rank=self._rank, slow=True, reason=words))
             case KeepsUp():
                 log.warning("the main thread of this rank makes progress again, after %.1f s", effect.took / 1e9)
                 self._emit("keeps_up", took_s=effect.took / 1e9)
-                self._lags(False, "")
+                self._say(Lags(rank=self._rank, slow=False))
             case Stuck():
                 at, collective = where()
                 took = effect.took / 1e9
+                words = f"its main thread has made no progress for {took:.0f} s, and is at {at}"
+                log.warning("this life is ended if others wait for it, or go on without it: %s", words)
                 self._emit("stuck", took_s=took, at=at)
-                self._stuck(f"its main thread has made no progress for {took:.0f} s, and is at {at}", collective)
+                self._say(Lags(rank=self._rank, slow=True, stuck=True, waits=collective, reason=words))
 
 
 def where() -> tuple[str, bool]:

@@ -34,7 +34,6 @@ from keepstep.protocol.ids import LEADER
 from keepstep.protocol.messages import (
     Endpoint,
     Hello,
-    Lags,
     LedgerState,
     Policy,
     Reader,
@@ -68,7 +67,7 @@ SAVE_S = 60.0  # for a checkpoint that is being written when the job ends
 FIRST_LOOK_S = (
     10.0  # for the store to answer a first life, whose address may be wrong; a later one waits as the others do
 )
-STUCK_GRACE_S = 1.0  # for the last events to be written; with one more for each, ranks that wait for others go last
+STUCK_GRACE_S = 1.0  # for the last events to be written: the main thread is known to hang
 FATAL_GRACE_S = 10.0  # the main thread may hang in a collective of a dead replica: then the process ends without it
 
 
@@ -216,8 +215,8 @@ class RankRuntime:
                 ceiling_ns=int(env.slow_ceiling_s * 1e9),
                 straggler_ns=int(env.straggler_s * 1e9),
             ),
-            lags=lambda slow, why: self._spawn(self._send_up(Lags(rank=env.rank, slow=slow, reason=why))),
-            stuck=self._stuck,
+            env.rank,
+            say=lambda lags: self._spawn(self._send_up(lags)),
             emit=self.emit,
         )
         if env.rank == LEADER:
@@ -349,13 +348,14 @@ class RankRuntime:
     def emit(self, event: str, **fields: object) -> None:
         self.events.emit(event, fields)
 
-    def _fail(self, error: BaseException, grace_s: float = FATAL_GRACE_S) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Remembers the first fatal error and wakes the main thread. Any thread."""
         if self._closing:
             return
         if self._fatal is None:
             self._fatal = error
             log.error("%s: %s", type(error).__name__, error)
+            grace_s = STUCK_GRACE_S if isinstance(error, NoProgress) else FATAL_GRACE_S
             watchdog = threading.Timer(grace_s, _exit_hard, args=(error,))
             watchdog.daemon = True
             watchdog.start()
@@ -388,9 +388,6 @@ class RankRuntime:
         if self._pacing is not None:
             self._pacing.on_done()
         self._run(lambda machine: machine.on_held(state))
-
-    def _stuck(self, why: str, collective: bool) -> None:
-        self._fail(NoProgress(f"rank {self.env.rank}: {why}"), grace_s=STUCK_GRACE_S * (2 if collective else 1))
 
     def _from_engine(self, event: object) -> None:
         try:

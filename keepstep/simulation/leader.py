@@ -7,10 +7,11 @@ Mirrors `runtime.leader.LeaderShell`: `on_message` and `_enter`, `_on_view`, `_w
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.deciding import Confirm, Decider, Effect, TryPublish
-from keepstep.protocol.ids import Rank, ReplicaId
+from keepstep.protocol.ids import LEADER, Rank, ReplicaId
 from keepstep.protocol.messages import Decision, Hello, Report, Upward, Verdict
 from keepstep.protocol.step import Effect as StepEffect
 from keepstep.protocol.step import LeaderMachine, Publish, TellDecided
+from keepstep.protocol.stuck import of_no_use
 from keepstep.simulation.clock import MS
 from keepstep.simulation.disk import LOOK
 from keepstep.simulation.store import BACK_OFF, Client
@@ -74,6 +75,10 @@ class SimLeader:
         if view.last is not None:
             self._carry_out(self.machine.on_decision(view.last))
         self._carry_out(self.machine.on_asked(leave=self.life.replica_id in self.client.asked))
+        if of_no_use(self.life.replica_id, self.life.incarnation, self.machine.stuck, view):
+            self.world.say(self.life.replica_id, "makes no progress and ends")
+            self.world.end_process(self.life.ranks[LEADER])
+            return
         self._watch_members()
         if not self._overwritten and self._is_overwritten():
             self._overwritten = True

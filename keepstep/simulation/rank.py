@@ -14,7 +14,7 @@ from keepstep.protocol.catch_up import Apply, Begin, Leave, LoadState, Order, Ra
 from keepstep.protocol.errors import InvariantViolation
 from keepstep.protocol.ids import LEADER, QuorumId, Rank, ReplicaId, Seq
 from keepstep.protocol.messages import Downward, Endpoint, Hello, Lags, Role, Saved, StateName, Upward, Verdict, Vote
-from keepstep.protocol.pace import KeepsUp, Pace, Slow, Stuck
+from keepstep.protocol.pace import KeepsUp, Pace, Stuck
 from keepstep.runtime.attempts import Attempts
 from keepstep.simulation.clock import MS, Process
 from keepstep.simulation.disk import FileLoad, Save
@@ -101,11 +101,7 @@ class SimRank:
             return
         self._due = None
         for effect in self.pace.on_time(now=self._now):
-            if type(effect) is Slow:
-                self._send_up(Lags(rank=self.number, slow=True))
-            elif type(effect) is Stuck:
-                self._say("makes no progress and ends")
-                self.world.end_process(self)
+            self._send_up(Lags(rank=self.number, slow=True, stuck=type(effect) is Stuck))
         self._watch()
 
     def _done(self) -> None:

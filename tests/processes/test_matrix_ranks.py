@@ -177,17 +177,28 @@ def test_a_main_thread_that_hangs_for_good_ends_its_life(tmp_path: Path) -> None
     with Job(tmp_path, script=FAULTY, args=("--what", "hang", *LONG), KEEPSTEP_STRAGGLER_S="5") as job:
         result = job.finish()
     one_died(job, result, 1)
-    (stuck,) = result.of("stuck")
-    assert "train_faulty.py" in stuck["at"]
+    assert "train_faulty.py" in result.of("stuck")[0]["at"]
     assert "keepstep: rank 0: its main thread has made no progress for 5 s, and is at" in result.output
 
 
 @pytest.mark.faults
+def test_a_main_thread_that_hangs_for_good_where_nobody_can_go_on_without_it(tmp_path: Path) -> None:
+    args = ("--what", "hang", *STEPS)
+    with Job(tmp_path, "--min-replicas", "3", script=FAULTY, args=args, KEEPSTEP_STRAGGLER_S="5") as job:
+        result = job.finish()
+    job.same_bits(result)
+    assert [job.lives(r) for r in range(3)] == [1, 2, 1]
+    assert "keepstep: rank 0: its main thread has made no progress for" in result.output
+    assert "with replicas 0 and 2 waiting for it" in result.output
+
+
+@pytest.mark.faults
 def test_replicas_that_are_all_slow_are_all_waited_for(tmp_path: Path) -> None:
-    """As when a shared file system stands still: nobody is left out, since nobody is late."""
+    """As when a shared file system stands still, or all evaluate: nobody is left out, and none is ended, since nobody is late."""
     args = ("--what", "hang", "--where", "-1", *STEPS)
-    with Job(tmp_path, script=FAULTY, args=args) as job:
-        job.wait(lambda: {e["replica"] for e in job.of("slow")} == {0, 1, 2})
+    with Job(tmp_path, script=FAULTY, args=args, KEEPSTEP_STRAGGLER_S="5") as job:
+        job.wait(lambda: {e["replica"] for e in job.of("stuck")} == {0, 1, 2})
+        job.stays(3.0)
         (tmp_path / "go-on").touch()
         result = job.finish()
     job.same_bits(result)
