@@ -257,7 +257,7 @@ elif life == 1:
     {other}
 say("final")
 """
-    patch = "launcher.CAUSE_S = 0.5"
+    patch = "replica_keeper.CAUSE_S = 0.5"
     result = patched_run(tmp_path, script(body), patch, "--ranks-per-replica", "2")
     assert result.returncode == 0, result.stderr
     events = read_events(tmp_path / "run")
@@ -385,7 +385,7 @@ def test_the_events_tell_the_story(tmp_path: Path, script: Callable[[str], Path]
 
 def patched_run(tmp_path: Path, script: Path, patch: str, *more: str) -> subprocess.CompletedProcess[str]:
     """`keepstep run` with something in it changed or broken."""
-    program = f"import keepstep.launch.launcher as launcher\nfrom keepstep.cli import main\n{patch}\nmain()\n"
+    program = f"from keepstep.launch import replica_keeper\nfrom keepstep.cli import main\n{patch}\nmain()\n"
     options = command(tmp_path / "run", "--replicas", "1", *more, script=script)[3:]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     try:
@@ -397,7 +397,7 @@ def patched_run(tmp_path: Path, script: Path, patch: str, *more: str) -> subproc
 
 
 def test_a_bug_of_the_launcher_ends_the_job_instead_of_hanging(tmp_path: Path, script: Callable[[str], Path]) -> None:
-    patch = "launcher.Launcher._after_life = lambda *_: 1 / 0"
+    patch = "replica_keeper.ReplicaKeeper._after_life = lambda *_: 1 / 0"
     result = patched_run(tmp_path, script("say('final')\n"), patch)
     assert result.returncode == 1, result.stderr
     assert "keepstep: the launcher itself has failed" in result.stderr
