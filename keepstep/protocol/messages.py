@@ -96,6 +96,7 @@ class Report:
     finished: bool = False  # `state` is the job's last (all units committed, or max_steps)
     leaving: bool = False  # was asked to leave: wants out at this step boundary
     layout_digest: str = ""  # of the buckets: names, shapes, dtypes
+    label: str = ""  # "building/zone/rack", for the ring order
     checkpoint: Checkpoint | None = None  # the newest complete one that can be reached from here
     saving: bool = False  # a checkpoint is still being written here
     slow: bool = False  # a main thread lives and makes no progress (see `protocol/pace.py`)
@@ -364,7 +365,7 @@ class Policy:
     ancestry_max: int = 32
     units_per_worker: int = 1
     checkpoint_every: int = 0  # steps; 0: never
-    zones: dict[ReplicaId, str] = field(default_factory=dict)  # "building/zone/rack" labels for the ring order
+    zones: dict[ReplicaId, str] = field(default_factory=dict)  # labels of replicas whose reports have none
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.num_replicas:

@@ -21,7 +21,7 @@ What fails here: nothing living holds a state, and there is no checkpoint (`Halt
 naming them). Departs from the paper: it takes the highest step, which splits the job when a member commits and is then cut off.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from keepstep.protocol import apart, checkpoints
@@ -411,7 +411,7 @@ def _train_or_gather(case: _Case, plan: _Plan, reason: str) -> Decision | Wait:
         plan, reason = plan.without(slow), f"{reason}; without {names(slow)} for now: alive, and no progress"
     assert plan.ledger is not None, "a report of a state carries its ledger"
     held = {r.replica_id: r.held_units for r in plan.holders}
-    order = ring_order(held.keys(), policy.zones)
+    order = ring_order(held.keys(), _labels(policy, plan.holders))
     units = assign(plan.ledger, [(i, held[i]) for i in order], policy.units_per_worker)
     known, idle = case.apart(plan.start), frozenset(i for i in order if not units[i])
     aside = apart.aside(known, case.seq, plan.holders, plan.others, policy.min_replicas, idle)
@@ -433,6 +433,11 @@ def _slow(plan: _Plan, least: int) -> frozenset[ReplicaId]:
         return frozenset()
     late = [*plan.others, *(plan.holders if any(r.waits for r in quick) else ())]
     return frozenset(r.replica_id for r in late if r.slow)
+
+
+def _labels(policy: Policy, reports: Iterable[Report]) -> Mapping[ReplicaId, str]:
+    """Where replicas stand, by what they say."""
+    return {**policy.zones, **{r.replica_id: r.label for r in reports if r.label}}
 
 
 def _gather(case: _Case, plan: _Plan, reason: str) -> Decision | Wait:
@@ -465,7 +470,8 @@ def _decision(
 ) -> Decision:
     roles = {r.replica_id: (r, Role.WORKER) for r in plan.holders}
     roles |= {r.replica_id: (r, Role.CATCHING_UP) for r in plan.others}
-    reports = [roles[i][0] for i in ring_order(roles.keys(), case.policy.zones)]
+    order = ring_order(roles.keys(), _labels(case.policy, [*plan.holders, *plan.others]))
+    reports = [roles[i][0] for i in order]
     members = tuple(_member(r, roles[r.replica_id][1], plan.start, units.get(r.replica_id, ())) for r in reports)
     last = case.last
     on_chain = chain(last) if last else []

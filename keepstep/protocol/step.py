@@ -89,6 +89,7 @@ class StepSettings:
     incarnation: Incarnation
     size: int  # ranks in the replica
     max_steps: int | None = None
+    label: str = ""  # "building/zone/rack"
     max_pending: int = 16  # reduced gradients kept while a fetch is under way, in steps
 
     def finished(self, step: Step, ledger: LedgerState) -> bool:
@@ -462,6 +463,7 @@ class LeaderMachine:
             finished=self.state is not None and ledger is not None and self.settings.finished(self.state.step, ledger),
             leaving=self.leaving,
             layout_digest=layout_digest(self._hellos[Rank(r)] for r in range(self.settings.size)),
+            label=self.settings.label,
             checkpoint=self._checkpoint,
             saving=self._saving is not None,
             slow=bool(self._slow),

@@ -6,6 +6,7 @@
     KEEPSTEP_JOB KEEPSTEP_HOST KEEPSTEP_RUN_DIR KEEPSTEP_MIN_REPLICAS KEEPSTEP_FAN_OUT KEEPSTEP_LEASE_S
     KEEPSTEP_STRAGGLER_S KEEPSTEP_START_WAIT_S KEEPSTEP_JOIN_WAIT_S
     KEEPSTEP_SLOW_FLOOR_S KEEPSTEP_SLOW_CEILING_S          optional
+    KEEPSTEP_LABEL                                         optional: where this host stands, "building/zone/rack"
     KEEPSTEP_CHECKPOINT_DIR KEEPSTEP_CHECKPOINT_EVERY KEEPSTEP_KEEP_CHECKPOINTS    optional
     KEEPSTEP_INCARNATION KEEPSTEP_LIFE KEEPSTEP_LEADER KEEPSTEP_LEADER_FD KEEPSTEP_FAULTS KEEPSTEP_SCRIPT_AT
                                                            set by `keepstep run`
@@ -54,6 +55,7 @@ class Environment:
     leader_address: Address | None  # None: under torchrun
     leader_fd: int | None  # rank 0 only: an inherited socket that listens on `leader_address`
     host: str
+    label: str  # "building/zone/rack"
     run_dir: Path | None
     faults: str
     master_addr: str | None
@@ -93,6 +95,7 @@ class Environment:
             leader_address=read.address("KEEPSTEP_LEADER"),
             leader_fd=read.integer("KEEPSTEP_LEADER_FD", least=0) if env.get("KEEPSTEP_LEADER_FD") else None,
             host=read.word("KEEPSTEP_HOST", "127.0.0.1"),
+            label=read.word("KEEPSTEP_LABEL", ""),
             run_dir=Path(run_dir) if run_dir else None,
             faults=env.get("KEEPSTEP_FAULTS", ""),
             master_addr=env.get("MASTER_ADDR"),

@@ -172,6 +172,7 @@ class RankRuntime:
             incarnation=self.incarnation,
             size=env.world_size,
             max_steps=plane.max_steps,
+            label=env.label,
         )
         self._machine = RankMachine(settings, env.rank)
         identity = Identity(

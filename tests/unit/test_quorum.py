@@ -192,6 +192,14 @@ def test_ring_order_follows_topology() -> None:
     assert units(following) == {0: (13,), 2: (14,), 1: (15,)}
 
 
+def test_replicas_say_themselves_where_they_stand() -> None:
+    """A replica that comes up on another host stands elsewhere; who says nothing stands where the policy says."""
+    labels, zones = ["b/z1/r", "", "b/z1/r"], {ReplicaId(0): "b/z9/r", ReplicaId(1): "b/z2/r"}
+    reports = [replace(completed(i), label=label) for i, label in enumerate(labels)]
+    following = decided(view(*reports, last=L), replace(POLICY, zones=zones))
+    assert [m.replica_id for m in following.members] == [0, 2, 1]
+
+
 # --- units ---
 
 
