@@ -1,4 +1,4 @@
-"""The command line: `keepstep run`, `status`, `report`, `drain`, `add`, `stop`, `simulate`, `plan`, `demo`, `version`.
+"""The command line: `keepstep run`, `agent`, `status`, `report`, `drain`, `add`, `stop`, `simulate`, `plan`, `demo`, `version`.
 
 Thin: options to settings, errors to one sentence on stderr and exit code 78. What a command needs is imported when it runs, so
 that `keepstep --help` is quick.
@@ -71,10 +71,9 @@ def run(
     from keepstep.launch.launcher import launch
     from keepstep.launch.settings import LaunchSettings
 
-    own = list(args or ())
     settings = LaunchSettings.checked(
         script,
-        tuple(own[1:] if own[:1] == ["--"] else own),
+        _own(args),
         replicas=replicas,
         ranks=ranks_per_replica,
         run_dir=run_dir,
@@ -98,6 +97,71 @@ def run(
     raise typer.Exit(launch(settings))
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def agent(
+    script: Annotated[Path, typer.Argument(help="the training script, at the same path on every host")],
+    store: Annotated[str, typer.Option(help="etcd://HOST:PORT[,HOST:PORT...] of the job's store")],
+    job: Annotated[str, typer.Option(help="the job's name in the store")],
+    slots: Annotated[int, typer.Option(help="ranks that this host has room for")],
+    args: Annotated[list[str] | None, typer.Argument(help="its own arguments, after --")] = None,
+    replicas: Annotated[int, typer.Option(help="copies of the model, over all hosts")] = 2,
+    ranks_per_replica: Annotated[int, typer.Option(help="processes that share one copy, on one host")] = 1,
+    host: Annotated[str | None, typer.Option(help="what this host is called [default: its hostname]")] = None,
+    host_address: Annotated[
+        str | None, typer.Option(help="where the others reach it [default: its address towards the store]")
+    ] = None,
+    labels: Annotated[str, typer.Option(help="where it stands: building=b1,zone=z1,rack=r1")] = "",
+    run_dir: Annotated[Path | None, typer.Option(help="logs and events go below it [default: runs/JOB]")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="file with the job's secret [default: KEEPSTEP_TOKEN]")
+    ] = None,
+    min_replicas: Annotated[int, typer.Option(help="wait when fewer could train")] = 1,
+    replace_after: Annotated[
+        float, typer.Option(help="seconds that a host may be gone before its replicas go to other hosts")
+    ] = 10.0,
+    max_restarts: Annotated[int, typer.Option(help="of one replica on one host, within --restart-window")] = 20,
+    restart_window: Annotated[float, typer.Option(help="seconds")] = 3600.0,
+    finish_grace: Annotated[float, typer.Option(help="seconds for the rest to end, once one has")] = 30.0,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="save states here and go on from the newest; all hosts must share it")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="steps between two checkpoints")] = 100,
+    keep_checkpoints: Annotated[int, typer.Option(help="how many complete ones are kept")] = 3,
+) -> None:
+    """Train SCRIPT on several hosts: the same command on each. Replicas of a host that is lost go to another one."""
+    from keepstep.launch.agent import keep
+    from keepstep.launch.agent_settings import AgentSettings
+
+    settings = AgentSettings.checked(
+        script,
+        _own(args),
+        store=store,
+        job=job,
+        slots=slots,
+        replicas=replicas,
+        ranks=ranks_per_replica,
+        host=host,
+        address=host_address,
+        labels=labels,
+        run_dir=run_dir,
+        token_file=token_file,
+        min_replicas=min_replicas,
+        replace_after_s=replace_after,
+        max_restarts=max_restarts,
+        restart_window_s=restart_window,
+        finish_grace_s=finish_grace,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+    )
+    raise typer.Exit(keep(settings))
+
+
+def _own(args: list[str] | None) -> tuple[str, ...]:
+    """The script's arguments, without the -- before them."""
+    return tuple(args[1:] if args[:1] == ["--"] else args) if args else ()
+
+
 RunDir = Annotated[Path | None, typer.Argument(help="the --run-dir of a run on this machine")]
 Store = Annotated[str | None, typer.Option(help="instead: etcd://HOST:PORT[,HOST:PORT...] of the job's store")]
 JobName = Annotated[str | None, typer.Option(help="with --store: the job's name")]
@@ -109,32 +173,38 @@ WaitS = Annotated[float, typer.Option(help="seconds to wait for it; the request 
 
 @app.command()
 def drain(
-    replica: Annotated[int, typer.Argument(help="which one")],
+    what: Annotated[str, typer.Argument(metavar="REPLICA|HOST", help="the number of a replica, or a host's name")],
     run_dir: RunDir = None,
     store: Store = None,
     job: JobName = None,
     token_file: TokenFile = None,
     wait: WaitS = 300.0,
 ) -> None:
-    """Let REPLICA leave at a step boundary: for maintenance. `keepstep add` brings it back."""
+    """Let a replica, or all of a host, leave at a step boundary: for maintenance. `keepstep add` brings it back."""
     from keepstep.launch import operate
 
-    raise typer.Exit(operate.drain(operate.find(run_dir, store, job, token_file), replica, wait_s=wait))
+    target = operate.find(run_dir, store, job, token_file)
+    if what.isdigit():
+        raise typer.Exit(operate.drain(target, int(what), wait_s=wait))
+    raise typer.Exit(operate.drain_host(target, what, wait_s=wait))
 
 
 @app.command()
 def add(
-    replica: Annotated[int, typer.Argument(help="which one")],
+    what: Annotated[str, typer.Argument(metavar="REPLICA|HOST", help="the number of a replica, or a host's name")],
     run_dir: RunDir = None,
     store: Store = None,
     job: JobName = None,
     token_file: TokenFile = None,
     wait: WaitS = 300.0,
 ) -> None:
-    """Bring REPLICA back, which has been drained or given up."""
+    """Bring a replica back that was drained or given up; let a drained host keep replicas again."""
     from keepstep.launch import operate
 
-    raise typer.Exit(operate.add(operate.find(run_dir, store, job, token_file), replica, wait_s=wait))
+    target = operate.find(run_dir, store, job, token_file)
+    if what.isdigit():
+        raise typer.Exit(operate.add(target, int(what), wait_s=wait))
+    raise typer.Exit(operate.add_host(target, what, wait_s=wait))
 
 
 @app.command()

@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from keepstep.launch.etcd_keeper import EtcdKeeper
@@ -22,6 +23,7 @@ from keepstep.launch.screen import Screen
 from keepstep.launch.settings import LaunchSettings
 from keepstep.launch.shell import Shell
 from keepstep.protocol.errors import EX_CONFIG
+from keepstep.protocol.ids import Incarnation
 from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.event_log import EventLog
 from keepstep.version import __version__
@@ -76,6 +78,10 @@ class Launcher:
         return f"the job has failed (exit code {code}){first}"
 
     # --- what becomes of replicas -----------------------------------------------------------------------------
+
+    def claim(self, replica: Replica, incarnation: Incarnation, start: Callable[[], None]) -> None:
+        """At once: only one launcher starts replicas of this job."""
+        start()
 
     def on_outcome(self, replica: Replica) -> None:
         replicas = self._keeper.replicas.values()

@@ -26,7 +26,9 @@ from keepstep.protocol.errors import ConfigError
 from keepstep.protocol.ids import ReplicaId, Step
 from keepstep.protocol.messages import Kind, Request, Role
 from keepstep.protocol.reasons import names
+from keepstep.protocol.roster import TrySeats, moves, new_seats, runs
 from keepstep.runtime.etcd import EtcdStore, JobRecord
+from keepstep.runtime.etcd_roster import RosterStore
 from keepstep.runtime.etcd_view import StoreView
 
 LOOK_S = 0.5  # how often it is asked whether the run itself has ended: nothing tells us
@@ -91,6 +93,16 @@ def add(target: Target, replica: int, *, wait_s: float) -> int:
     return asyncio.run(_carry_out(target, replica, False, coming(ReplicaId(replica)), wait_s))
 
 
+def drain_host(target: Target, host: str, *, wait_s: float) -> int:
+    """Its replicas leave at a step boundary and go on elsewhere, and it gets no more. Returns the exit code."""
+    return asyncio.run(_about_host(target, host, True, emptying(host), wait_s))
+
+
+def add_host(target: Target, host: str, *, wait_s: float) -> int:
+    """It may keep replicas again. Returns the exit code."""
+    return asyncio.run(_about_host(target, host, False, filling(host), wait_s))
+
+
 def stop(target: Target, *, wait_s: float) -> int:
     """Every replica leaves at the same step boundary, and the job ends. Returns the exit code."""
     return asyncio.run(_carry_out(target, None, True, stopping, wait_s))
@@ -104,6 +116,19 @@ async def _carry_out(target: Target, replica: int | None, leave: bool, progress:
         if refusal:
             raise ConfigError(refusal)
         await store.ask(None if replica is None else ReplicaId(replica), _request(leave))
+        return await _wait(store, target, progress, wait_s)
+    finally:
+        await store.close()
+
+
+async def _about_host(target: Target, host: str, leave: bool, progress: Progress, wait_s: float) -> int:
+    store = await RosterStore.open(target.url, target.job)
+    try:
+        _check(target, None, await store.job_record())
+        refusal = refused_of_host(await store.read(), host)
+        if refusal:
+            raise ConfigError(refusal)
+        await store.drain_host(host, _request(leave) if leave else None)
         return await _wait(store, target, progress, wait_s)
     finally:
         await store.close()
@@ -133,6 +158,17 @@ def refused(view: StoreView, replica: int | None, leave: bool) -> str:
     if replica is not None and not leave and takes_part and not (mine is not None and mine.leave):
         return f"replica {replica} takes part already"
     return ""
+
+
+def refused_of_host(view: StoreView, host: str) -> str:
+    """Why nothing can be asked of it; empty if it can."""
+    roster = view.roster
+    if view.last is not None and view.last.kind is Kind.END:
+        return "the job has ended"
+    if roster.plan is None:
+        return f"no agents run this job, so it has no host {host}: name the number of a replica"
+    known = sorted({*roster.hosts, *roster.drained, *(at.host for at in roster.places.values())})
+    return "" if host in known else f"the job has no host {host}: name one of {', '.join(known)}, or a replica's number"
 
 
 def _request(leave: bool) -> Request:
@@ -206,6 +242,45 @@ def leaving(replica: ReplicaId) -> Progress:
     return progress
 
 
+def emptying(host: str) -> Progress:
+    """Until it keeps nothing."""
+    moved: set[ReplicaId] = set()
+
+    def progress(view: StoreView) -> Awaited:
+        if view.last is not None and view.last.kind is Kind.END:
+            return Awaited("the job has ended meanwhile", done=True)
+        roster, requests = view.roster, view.requests
+        here = {r for r, at in roster.places.items() if at.host == host}
+        moved.update(here)
+        busy = sorted(r for r in here if runs(r, roster, requests))
+        if busy:
+            few = len(view.reports) < 2
+            why = "; the last one stays, for nobody else holds the state" if few else ""
+            return Awaited(f"waiting for {names(busy)} to leave {host} at a step boundary{why}")
+        waits = sorted(r for r in here if moves(r, roster, requests))
+        there = sorted(f"replica {r} on {roster.places[r].host}" for r in moved - here if r in roster.places)
+        on = f": {', '.join(there)}" if there else ""
+        room = f"; no other host has room for {names(waits)}" if waits and not free(view) else ""
+        if waits and not room:
+            return Awaited(f"waiting for another host to take {names(waits)}")
+        return Awaited(f"host {host} keeps nothing any more{on}{room}", done=True)
+
+    def free(view: StoreView) -> bool:
+        return isinstance(new_seats(view.roster, view.requests, frozenset()), TrySeats)
+
+    return progress
+
+
+def filling(host: str) -> Progress:
+    """It may keep replicas again: whether there are any for it is up to the agents."""
+
+    def progress(view: StoreView) -> Awaited:
+        away = "" if host in view.roster.hosts else ", once its agent runs"
+        return Awaited(f"host {host} may keep replicas again{away}", done=True)
+
+    return progress
+
+
 def coming(replica: ReplicaId) -> Progress:
     """Until the replica trains."""
 
@@ -223,9 +298,9 @@ def coming(replica: ReplicaId) -> Progress:
             return Awaited(f"replica {replica} is being started")
         if not view.launched:
             return Awaited(
-                f"replica {replica} may come back, but no `keepstep run` is there to start it: start it yourself"
+                f"replica {replica} may come back, but no `keepstep run` or agent is there to start it: start it yourself"
             )
-        return Awaited(f"waiting for `keepstep run` to start replica {replica}")
+        return Awaited(f"waiting for {'an agent' if view.roster.plan else '`keepstep run`'} to start replica {replica}")
 
     return progress
 
@@ -235,6 +310,8 @@ def stopping(view: StoreView) -> Awaited:
     last = view.last
     if last is not None and last.kind is Kind.GATHER and last.saver is not None:
         return Awaited(f"replica {last.saver} saves state {last.step}; then all leave")
+    if last is None and view.roster.plan is not None and not view.launched:
+        return Awaited("the job has ended before its first step", done=True)
     if last is None or last.kind is not Kind.END:
         return Awaited("waiting for every replica to reach the same step boundary")
     if view.reports and view.connected:

@@ -10,7 +10,6 @@ closed terminal or odd bytes must not keep an exit from being seen.
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -136,12 +135,13 @@ class RankProcess:
 
 
 class Life:
-    """K processes with one incarnation."""
+    """K processes with one incarnation, all on this host: their control tree is on its loopback."""
 
     def __init__(
         self,
         *,
         replica_id: int,
+        incarnation: Incarnation,
         number: int,
         ranks: int,
         args: Sequence[str],
@@ -151,8 +151,7 @@ class Life:
         show: Callable[[str], None],
         on_exit: Callable[["Life", int], None],
     ) -> None:
-        self.replica_id, self.number = replica_id, number
-        self.incarnation = Incarnation(secrets.token_hex(8))
+        self.replica_id, self.incarnation, self.number = replica_id, incarnation, number
         self.processes: list[RankProcess] = []
         self.failed: int | None = None  # the rank that failed first
         self.bereft: int | None = None  # the first rank that ended because it missed another one

@@ -13,6 +13,8 @@ the rest. One asyncio loop (`launch.shell`). Fails: a replica whose processes ca
 """
 
 import asyncio
+import contextlib
+import secrets
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -25,7 +27,7 @@ from keepstep.launch.shell import Shell
 from keepstep.launch.spares import Spares
 from keepstep.launch.zygote import Zygote, ZygoteError
 from keepstep.protocol.errors import EX_CONFIG, EX_NO_RESTART, EX_REPLICA_LOST
-from keepstep.protocol.ids import ReplicaId
+from keepstep.protocol.ids import Incarnation, ReplicaId
 from keepstep.runtime.etcd import EtcdStore
 
 TRAINED_TO_THE_END = b'"event": "final"', b'"event": "over"'
@@ -41,6 +43,7 @@ class Replica:
     def __init__(self, replica_id: int, history: History) -> None:
         self.id, self.history = replica_id, history
         self.life: Life | None = None
+        self.claimed: Incarnation | None = None  # of the life that is to start
         self.outcome = ""  # "done", "left", or why it was given up
         self.leaving = False  # it was asked to leave, or the job to stop
         self.drained = False  # it itself was
@@ -56,7 +59,11 @@ class Replica:
 
 
 class Owner(Protocol):
-    """Whose replicas they are."""
+    """Whose replicas they are: the launcher of a machine, or the agent of a host."""
+
+    def claim(self, replica: Replica, incarnation: Incarnation, start: Callable[[], None]) -> None:
+        """Calls `start` when this life of the replica may begin."""
+        ...
 
     def on_outcome(self, replica: Replica) -> None:
         """It does not go on here."""
@@ -76,6 +83,7 @@ class ReplicaKeeper:
         self.first_failure = ""  # which rank
         self.trained = False  # some replica has committed a step: from now on one replica's mistake is its own
         self.others: Callable[[], Iterable[int]] = tuple  # pids of further children
+        self._lost: list[Life] = []  # of replicas that are not ours any more, and are still ending
         self._store: EtcdStore | None = None
         self._guard: Guard | None = None
         self._zygote: Zygote | None = None
@@ -103,27 +111,53 @@ class ReplicaKeeper:
             ended=self._guard.remove,
         )
 
+    async def warm_up(self) -> None:
+        """Waits until lives begin at once, without holding up the loop. What goes wrong shows when the first one is started."""
+        if self._zygote is not None:
+            with contextlib.suppress(ZygoteError):
+                await asyncio.to_thread(self._zygote.warm_up)
+
     @property
     def store(self) -> EtcdStore:
         assert self._store is not None
         return self._store
 
-    def take(self, replica_id: int) -> Replica:
-        """This replica is kept here from now on."""
-        history = History(self.settings.max_restarts, self.settings.restart_window_s)
+    def take(self, replica_id: int, *, lives: int = 0) -> Replica:
+        """This replica is kept here from now on. `lives`: how many it has had elsewhere."""
+        history = History(self.settings.max_restarts, self.settings.restart_window_s, lives=lives)
         self.replicas[replica_id] = Replica(replica_id, history)
         return self.replicas[replica_id]
 
+    def lose(self, replica: Replica, why: str) -> None:
+        """It is not ours any more: its life ends, and nobody here starts another."""
+        del self.replicas[replica.id]
+        life = replica.life
+        if life is not None and life.running:
+            self.shell.say(f"replica {replica.id} is ended here: {why}")
+            self._lost.append(life)
+            life.kill()
+        self.shell.events.emit("lost", {"replica": replica.id, "reason": why})
+        self.shell.tell(self.store.unannounce(ReplicaId(replica.id)))
+
     def start(self, replica: Replica) -> None:
+        """Its next life."""
         if self.shell.stopping or replica.over:
             return
         replica.history.lives += 1
+        replica.claimed = incarnation = Incarnation(secrets.token_hex(8))
+        self._owner.claim(replica, incarnation, lambda: self._begin_life(replica, incarnation))
+
+    def _begin_life(self, replica: Replica, incarnation: Incarnation) -> None:
+        ours = self.replicas.get(replica.id) is replica and replica.claimed == incarnation
+        if self.shell.stopping or replica.over or not ours:
+            return
         assert self._guard is not None
         assert self._spares is not None
         taken = self._spares.take()
         try:
             life = Life(
                 replica_id=replica.id,
+                incarnation=incarnation,
                 number=replica.history.lives,
                 ranks=self.settings.ranks,
                 args=self._command,
@@ -178,7 +212,7 @@ class ReplicaKeeper:
         )
         if self.shell.stopping or life is not replica.life:
             return
-        if not replica.over:
+        if not replica.over and life not in self._lost:
             self._note_exit(replica, life, rank)
         if life.running:
             return
@@ -186,7 +220,9 @@ class ReplicaKeeper:
         assert self._guard is not None
         self._guard.remove(life.pids)
         self._reap()
-        if not replica.over:
+        if life in self._lost:
+            self._lost.remove(life)
+        elif not replica.over:
             self._after_life(replica, life)
 
     def _note_exit(self, replica: Replica, life: Life, rank: int) -> None:
@@ -333,7 +369,7 @@ class ReplicaKeeper:
 
     @property
     def _lives(self) -> list[Life]:
-        return [r.life for r in self.replicas.values() if r.life is not None]
+        return [*(r.life for r in self.replicas.values() if r.life is not None), *self._lost]
 
     def kill_all(self, how: signal.Signals) -> None:
         for life in self._lives:

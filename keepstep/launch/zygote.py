@@ -4,6 +4,7 @@ Importing torch costs seconds of CPU, for every rank, at every start and every r
 opens no connection and starts no thread, so forking it is safe; it forks twice, and the rank becomes a child of the launcher
 (its subreaper): if the zygote dies, nothing else does, and the launcher starts ranks cold.
 
+    zygote -> "warm"
     launcher -> (JSON request, file descriptors: output, listener or none)      zygote -> {"pid": N}
 
 FT-HSDP section 5.4 keeps warm spares for the same reason.
@@ -52,6 +53,7 @@ class Zygote:
             env={**env, "KEEPSTEP_PARENT": str(os.getpid())},
         )
         theirs.close()
+        self._warm = False
 
     @property
     def pid(self) -> int:
@@ -59,6 +61,7 @@ class Zygote:
 
     def start(self, args: Sequence[str], env: Mapping[str, str], output: int, listener: int | None) -> int:
         """Starts a rank that runs `args`; returns its pid, a child of ours. Waits until torch is imported. Raises ZygoteError."""
+        self.warm_up()
         request = json.dumps({"args": list(args), "env": dict(env), "cwd": os.getcwd()}).encode()
         fds = [output] if listener is None else [output, listener]
         try:
@@ -70,6 +73,17 @@ class Zygote:
             raise ZygoteError("it has ended")
         return int(json.loads(answer)["pid"])
 
+    def warm_up(self) -> None:
+        """Waits until torch is imported. Raises ZygoteError."""
+        if self._warm:
+            return
+        try:
+            self._warm = bool(self._socket.recv(16))
+        except OSError as error:
+            raise ZygoteError(str(error)) from None
+        if not self._warm:
+            raise ZygoteError("it has ended")
+
     def close(self) -> None:
         self._socket.close()
         self._process.kill()
@@ -77,7 +91,8 @@ class Zygote:
 
 
 def serve(requests: socket.socket) -> None:
-    """The zygote's loop: one fork for each request, until the launcher hangs up."""
+    """The zygote's loop: says that it is there, then one fork for each request, until the launcher hangs up."""
+    requests.send(b"warm")
     while True:
         data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST, 2)
         if not data:

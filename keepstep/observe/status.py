@@ -17,7 +17,10 @@ from keepstep.observe.history import History, Life, role
 from keepstep.observe.records import Record, Run, read_run
 from keepstep.observe.report import duration, title
 from keepstep.protocol.errors import ConfigError, StoreError
+from keepstep.protocol.ids import ReplicaId
 from keepstep.protocol.messages import Kind
+from keepstep.protocol.reasons import names
+from keepstep.protocol.roster import Roster
 from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.etcd_view import StoreView
 
@@ -37,6 +40,17 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostStatus:
+    """One host of a job that agents run, now."""
+
+    host: str
+    doing: str  # in the pool, drained, away (the lease of its agent has ended)
+    slots: int | None
+    label: str
+    replicas: tuple[int, ...]  # that it keeps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """A job, now. What is not known is None."""
 
@@ -51,6 +65,7 @@ class Status:
     spares: int = 0  # that wait on the launcher's machine; the store does not know of them
     loss: float | None = None
     findings: Findings | None = None
+    hosts: tuple[HostStatus, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -63,6 +78,7 @@ class Status:
             "loss": self.loss,
             "workers": sum(r.doing == "worker" for r in self.replicas),
             "replicas": [asdict(r) for r in self.replicas],
+            "hosts": [asdict(h) for h in self.hosts],
             "goodput": None if found is None else found.goodput.as_json(),
             "incidents": None if found is None else [i.as_json() for i in found.incidents[-LAST:]],
         }
@@ -211,7 +227,27 @@ def of_view(record: JobRecord, view: StoreView, job: str) -> Status:
         step=None if last is None else last.step,
         quorum_id=None if last is None else last.quorum_id,
         seq=None if last is None else last.seq,
+        hosts=_hosts(view.roster),
     )
+
+
+def _hosts(roster: Roster) -> tuple[HostStatus, ...]:
+    keeping: dict[str, list[int]] = {}
+    for replica, at in sorted(roster.places.items()):
+        keeping.setdefault(at.host, []).append(replica)
+    found = []
+    for name in sorted(roster.hosts.keys() | keeping.keys() | roster.drained.keys()):
+        host = roster.hosts.get(name)
+        found.append(
+            HostStatus(
+                host=name,
+                doing="drained" if name in roster.drained else "away" if host is None else "in the pool",
+                slots=None if host is None else host.slots,
+                label="" if host is None else host.label,
+                replicas=tuple(keeping.get(name, ())),
+            )
+        )
+    return tuple(found)
 
 
 # --- for people, and for Prometheus ----------------------------------------------------------------------------
@@ -230,6 +266,11 @@ def in_words(status: Status) -> str:
         lines.append(row.rstrip())
     if status.spares:
         lines.append(f"  spares: {status.spares}")
+    for h in status.hosts:
+        keeps = names(map(ReplicaId, h.replicas)) if h.replicas else "nothing"
+        about = [h.label] if h.label else []
+        about += [f"{h.slots} slot{'s' if h.slots != 1 else ''}"] if h.slots is not None else []
+        lines.append(f"  host {h.host}: {h.doing}, keeps {keeps}" + (f" ({', '.join(about)})" if about else ""))
     if status.findings is not None:
         lines += _past(status.findings)
     return "\n".join(lines)

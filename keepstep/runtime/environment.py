@@ -7,6 +7,7 @@
     KEEPSTEP_STRAGGLER_S KEEPSTEP_START_WAIT_S KEEPSTEP_JOIN_WAIT_S
     KEEPSTEP_SLOW_FLOOR_S KEEPSTEP_SLOW_CEILING_S          optional
     KEEPSTEP_LABEL                                         optional: where this host stands, "building/zone/rack"
+    KEEPSTEP_AGENT                                         set by `keepstep agent`: what this host is called
     KEEPSTEP_CHECKPOINT_DIR KEEPSTEP_CHECKPOINT_EVERY KEEPSTEP_KEEP_CHECKPOINTS    optional
     KEEPSTEP_INCARNATION KEEPSTEP_LIFE KEEPSTEP_LEADER KEEPSTEP_LEADER_FD KEEPSTEP_FAULTS KEEPSTEP_SCRIPT_AT
                                                            set by `keepstep run`
@@ -55,6 +56,7 @@ class Environment:
     leader_address: Address | None  # None: under torchrun
     leader_fd: int | None  # rank 0 only: an inherited socket that listens on `leader_address`
     host: str
+    agent: str  # the name of this host, if an agent keeps the replica; else empty
     label: str  # "building/zone/rack"
     run_dir: Path | None
     faults: str
@@ -95,6 +97,7 @@ class Environment:
             leader_address=read.address("KEEPSTEP_LEADER"),
             leader_fd=read.integer("KEEPSTEP_LEADER_FD", least=0) if env.get("KEEPSTEP_LEADER_FD") else None,
             host=read.word("KEEPSTEP_HOST", "127.0.0.1"),
+            agent=env.get("KEEPSTEP_AGENT", ""),
             label=read.word("KEEPSTEP_LABEL", ""),
             run_dir=Path(run_dir) if run_dir else None,
             faults=env.get("KEEPSTEP_FAULTS", ""),

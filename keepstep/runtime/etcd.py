@@ -6,8 +6,9 @@
     keepstep/JOB/reports/REPLICA        the replica's newest Report; under the leader's lease
     keepstep/JOB/endpoints/REPLICA/LIFE where its ranks listen
     keepstep/JOB/dead/LIFE              a launcher saw this incarnation exit
-    keepstep/JOB/announced/REPLICA      a launcher has started it; under the launcher's lease
+    keepstep/JOB/announced/REPLICA      a launcher has started it; under the launcher's lease. An agent: REPLICA/HOST
     keepstep/JOB/requests/REPLICA       somebody wants it to leave, or to come back; requests/job: the job to stop
+    keepstep/JOB/roster/...             the hosts of a job that agents run (`etcd_roster`)
 
 Values are JSON. What cannot be read is refused (`etcd_view`). Liveness is the store's own: leases, never clocks of two
 hosts. When the store goes away (its end is seen at once, its silence within QUIET_S + ANSWER_S) the last view stays, and
@@ -22,7 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import aetcd
 import msgspec
@@ -71,20 +72,21 @@ class EtcdStore:
 
     def __init__(self, members: Members, job: str, lease_s: float) -> None:
         self._members, self.job = members, job
-        self._root = self._watched = f"keepstep/{job}/".encode()
+        self._root = f"keepstep/{job}/".encode()
+        self._watched = _below(self._root)
         self._lease = Lease(lambda: self.client, self.call, lease_s)
         self._endpoints: dict[tuple[ReplicaId, Incarnation], tuple[Endpoint, ...]] = {}
         self._watch: asyncio.Task[None] | None = None
         self._reading = Reading(self._root)
         self._closed = False
 
-    @staticmethod
-    async def open(url: str, job: str, *, lease_s: float = 2.0, timeout: float = 10.0) -> "EtcdStore":
+    @classmethod
+    async def open(cls, url: str, job: str, *, lease_s: float = 2.0, timeout: float = 10.0) -> Self:
         """Connects. Raises ConfigError for a bad address, StoreError if nobody answers within `timeout` seconds."""
         members = Members(url)
         if not job or "/" in job:
             raise ConfigError(f"a job's name must be one word without a slash, got {job!r}")
-        store = EtcdStore(members, job, lease_s)
+        store = cls(members, job, lease_s)
         try:
             await store._reach(members.names, timeout)
         except BaseException:
@@ -187,8 +189,8 @@ class EtcdStore:
             raise ConfigError(
                 f"job {self.job} is run already by {holder.decode(errors='replace')}: choose another --job, or stop that one"
             )
-        got = await self.call(self.client.get(self._root + b"decision"))
-        if got is not None:
+        found = [await self.call(self.client.get(self._root + name)) for name in (b"decision", b"roster/plan")]
+        if any(got is not None for got in found):
             raise ConfigError(
                 f"job {self.job} has run on this store before, and its history is kept: choose another --job, or delete the "
                 f"keys under keepstep/{self.job}/"
@@ -196,11 +198,14 @@ class EtcdStore:
 
     async def announce(self, replica_id: ReplicaId) -> None:
         """This replica has been started and will report."""
-        await self._lease.put(self._root + b"announced/%d" % replica_id, b"{}")
+        await self._lease.put(self._announcement(replica_id), b"{}")
 
     async def unannounce(self, replica_id: ReplicaId) -> None:
         """It will not come (back)."""
-        await self._lease.drop(self._root + b"announced/%d" % replica_id)
+        await self._lease.drop(self._announcement(replica_id))
+
+    def _announcement(self, replica_id: ReplicaId) -> bytes:
+        return self._root + b"announced/%d" % replica_id
 
     async def mark_dead(self, incarnations: Iterable[Incarnation]) -> None:
         """These lives have ended for certain, whatever their leases say."""
@@ -236,7 +241,7 @@ class EtcdStore:
             got = self._reading.raw(key) or await self.call(self.client.get(key))
             if got is None:
                 raise StoreError(f"replica {replica} has not said where its ranks listen")
-            known = _stored(got, tuple[Endpoint, ...])
+            known = stored(got, tuple[Endpoint, ...])
             if len(known) != ranks:
                 raise StoreError(f"{key.decode()} in the store tells where {len(known)} ranks listen, not {ranks}")
             self._endpoints[replica, life] = known
@@ -259,12 +264,13 @@ class EtcdStore:
 
     # --- watching ---------------------------------------------------------------------------------------------
 
-    async def watch(self, on_change: Callable[[StoreView], None], *, only: str = "") -> None:
+    async def watch(self, on_change: Callable[[StoreView], None], *, only: str = "", to: str = "") -> None:
         """Reads everything, calls `on_change` at once, and again after every change, for as long as the store is open.
 
-        `only`: of the keys below this one, without the rest of the job.
+        `only`: of the keys below this one, without the rest of the job; up to those below `to` in the order of the alphabet.
         """
-        self._watched = self._root + only.encode()
+        first, last = self._root + only.encode(), self._root + (to or only).encode()
+        self._watched = first, _below(last)[1]
         revision = await self._read_all()
         on_change(self._reading.view())
         self._watch = asyncio.get_running_loop().create_task(self._follow(on_change, revision))
@@ -275,7 +281,7 @@ class EtcdStore:
         return self._reading.view()
 
     async def _read_all(self, *, anew: bool = False) -> int:
-        got = await self.call(self.client.get_prefix(self._watched))
+        got = await self.call(self.client.get_range(*self._watched))
         revision = int(got.header.revision)
         if anew or self._watch is None or revision >= self._reading.newest:  # else the watch knows more already
             self._reading.replace_all(list(got), revision)
@@ -321,10 +327,10 @@ class EtcdStore:
         client = self.client
         await self.call(client.connect())
         stream = rpc.WatchStub(client.channel).Watch(metadata=WITH_A_LEADER)
-        end = self._watched[:-1] + bytes([self._watched[-1] + 1])
         reading: asyncio.Future[Any] | None = None
+        start, end = self._watched
         try:
-            request = rpc.WatchCreateRequest(key=self._watched, range_end=end, start_revision=revision + 1)
+            request = rpc.WatchCreateRequest(key=start, range_end=end, start_revision=revision + 1)
             await self.call(stream.write(rpc.WatchRequest(create_request=request)))
             while True:
                 reading = asyncio.ensure_future(stream.read())
@@ -348,7 +354,13 @@ class EtcdStore:
                 await asyncio.gather(reading, return_exceptions=True)
 
 
-def _stored(got: Any, kind: type[T]) -> T:
+def _below(prefix: bytes) -> tuple[bytes, bytes]:
+    """The range of the keys that begin with it."""
+    return prefix, prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+def stored(got: Any, kind: type[T]) -> T:
+    """What a key holds. Raises StoreError if it cannot be read."""
     try:
         return decode(got.value, kind)
     except RemoteProtocolError as error:

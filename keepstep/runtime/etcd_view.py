@@ -15,6 +15,7 @@ from aetcd import rpc
 from keepstep.protocol.errors import RemoteProtocolError
 from keepstep.protocol.ids import Incarnation, ReplicaId
 from keepstep.protocol.messages import Decision, Report, Request
+from keepstep.protocol.roster import Claim, Outcome, Plan, PoolHost, Roster, Seats
 from keepstep.protocol.sense import problem_of_decision, problem_of_report
 from keepstep.runtime.refusals import Refusals
 from keepstep.runtime.wire import decode
@@ -32,7 +33,7 @@ class KeyValue:
     mod_revision: int
 
 
-def _value_of(name: bytes, value: bytes) -> Decision | Report | Request | None:
+def _value_of(name: bytes, value: bytes) -> Any:
     """What we read the key for; None: for its being there. Raises RemoteProtocolError."""
     if len(value) > MAX_VALUE:
         raise RemoteProtocolError(f"it has {len(value)} bytes, at most {MAX_VALUE} can be right")
@@ -48,9 +49,25 @@ def _value_of(name: bytes, value: bytes) -> Decision | Report | Request | None:
         if problem:
             raise RemoteProtocolError(f"this report cannot be meant: {problem}")
         return report
-    if name.startswith(b"requests/"):
+    if name.startswith((b"requests/", b"roster/drained/")):
         return decode(value, Request)
+    if name.startswith(b"roster/hosts/"):
+        host = decode(value, PoolHost)
+        if name != b"roster/hosts/" + host.name.encode() or host.slots < 1:
+            raise RemoteProtocolError("it is another host's, or has no slots")
+        return host
+    for where, kind in _ROSTER.items():
+        if name.startswith(where):
+            return decode(value, kind)
     return None
+
+
+_ROSTER: dict[bytes, Any] = {
+    b"roster/plan": Plan,
+    b"roster/seats": Seats,
+    b"roster/claims/": Claim,
+    b"roster/outcomes/": Outcome,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +82,8 @@ class StoreView:
     announced: frozenset[ReplicaId]
     connected: bool
     requests: Mapping[ReplicaId | None, Request] = field(default_factory=dict)  # None: of the whole job
-    launched: bool = False  # a `keepstep run` lives that starts the replicas
+    launched: bool = False  # a `keepstep run`, or an agent, lives that starts the replicas
+    roster: Roster = field(default_factory=Roster)  # of a job that agents run
 
 
 class Reading:
@@ -103,7 +121,7 @@ class Reading:
 
     def _put(self, kv: Any) -> None:
         known, name = self._raw.get(kv.key), kv.key.removeprefix(self._root)
-        read = name == b"decision" or name.startswith((b"reports/", b"endpoints/", b"requests/"))
+        read = name == b"decision" or name.startswith((b"reports/", b"endpoints/", b"requests/", b"roster/"))
         kept = kv.value if read and len(kv.value) <= MAX_VALUE else b""
         self._raw[kv.key] = KeyValue(kv.key, kept, kv.mod_revision)
         if known is not None and known.value == kept:
@@ -133,11 +151,40 @@ class Reading:
             last_seen_at=seen,
             reports=reports,
             dead=frozenset(Incarnation(name) for name in self._names(b"dead/")),
-            announced=frozenset(ReplicaId(int(n)) for n in self._names(b"announced/") if _NUMBER.fullmatch(n)),
+            announced=frozenset(
+                ReplicaId(int(n))
+                for name in self._names(b"announced/")
+                if _NUMBER.fullmatch(n := name.partition("/")[0])
+            ),
             connected=self.connected,
             requests=self._requests(),
-            launched=self._root + b"launcher" in self._raw,
+            launched=self._root + b"launcher" in self._raw or bool(self._names(b"roster/hosts/")),
+            roster=self._roster(),
         )
+
+    def _roster(self) -> Roster:
+        below, by_replica = self._below, self._by_replica
+        seats = self._raw.get(self._root + b"roster/seats")
+        return Roster(
+            plan=self._values.get(b"roster/plan", (None, 0))[0],
+            hosts=below(b"roster/hosts/"),
+            seats=self._values.get(b"roster/seats", (None, 0))[0],
+            revision=0 if seats is None else seats.mod_revision,
+            claims=by_replica(b"roster/claims/"),
+            outcomes=by_replica(b"roster/outcomes/"),
+            drained=below(b"roster/drained/"),
+        )
+
+    def _below(self, folder: bytes) -> dict[str, Any]:
+        """The readable values of a folder, by name."""
+        return {
+            name.removeprefix(folder).decode(errors="replace"): value
+            for name, (value, _) in self._values.items()
+            if name.startswith(folder)
+        }
+
+    def _by_replica(self, folder: bytes) -> dict[ReplicaId, Any]:
+        return {ReplicaId(int(n)): value for n, value in self._below(folder).items() if _NUMBER.fullmatch(n)}
 
     def _requests(self) -> dict[ReplicaId | None, Request]:
         found: dict[ReplicaId | None, Request] = {}

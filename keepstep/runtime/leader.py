@@ -20,7 +20,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from keepstep.protocol import deciding, quorum
 from keepstep.protocol.deciding import Decider
-from keepstep.protocol.errors import JobMismatch, NoProgress, NoStateLeft, StoreError
+from keepstep.protocol.errors import JobMismatch, NoProgress, NoStateLeft, ReplicaLost, StoreError
 from keepstep.protocol.ids import NO_DECISION, Incarnation, Rank, ReplicaId
 from keepstep.protocol.messages import (
     Checkpoint,
@@ -79,17 +79,18 @@ class LeaderShell:
         record: Callable[[str], JobRecord],
         again: bool,
         find: Callable[[], tuple[Checkpoint, ...]] | None,
+        host: str,
         emit: Emit,
         fault: Callable[[Phase, int | None], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
         """`again`: this replica has lived before, so the store must know the job. `find`: complete checkpoints; it may hang,
-        or raise OSError."""
+        or raise OSError. `host`: what its agent calls it; empty without one."""
         self.machine = LeaderMachine(settings)
         self.policy = policy
         self._store, self._tree = store, tree
         self._emit, self._fault, self._on_fatal = emit, fault, on_fatal
-        self._record, self._again, self._find = record, again, find
+        self._record, self._again, self._find, self._host = record, again, find, host
         self._blind = False  # the storage of checkpoints does not answer
         self._hellos: dict[Rank, Hello] = {}
         self._view: StoreView | None = None
@@ -199,6 +200,10 @@ class LeaderShell:
                 f"the store has lost the job's history: it knew decision {self.machine.last_seen}, and now "
                 f"{'none' if view.last is None else view.last.seq}; was its data deleted, or an old copy brought back?"
             )
+        me = self.machine.settings
+        claim = view.roster.claims.get(me.replica_id)
+        if claim is not None and claim.incarnation != me.incarnation:  # cut off for so long that we were replaced
+            raise ReplicaLost("another life of this replica has been started: this one ends")
         if self._view is not None and self._view.connected is not view.connected:
             log.warning(
                 "the store is back" if view.connected else "training waits for the store: nothing comes from it"
@@ -206,10 +211,10 @@ class LeaderShell:
         self._view = view
         if view.last is not None:
             self._carry_out(self.machine.on_decision(view.last))
-        asked = view.requests.get(self.machine.settings.replica_id)
-        self._carry_out(self.machine.on_asked(leave=asked is not None and asked.leave))
-        settings = self.machine.settings
-        if why := of_no_use(settings.replica_id, settings.incarnation, self.machine.stuck, to_quorum_view(view)):
+        asked = view.requests.get(me.replica_id)
+        leave = (asked is not None and asked.leave) or self._host in view.roster.drained
+        self._carry_out(self.machine.on_asked(leave=leave))
+        if why := of_no_use(me.replica_id, me.incarnation, self.machine.stuck, to_quorum_view(view)):
             self._on_fatal(NoProgress(why))
             return
         self._watch_members(view)

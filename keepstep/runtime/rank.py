@@ -246,6 +246,7 @@ class RankRuntime:
                 ),
                 again=env.life > 1,
                 find=None if plane.checkpoints is None else plane.checkpoints.find,
+                host=env.agent,
                 emit=self.emit,
                 fault=self.fault,
                 on_fatal=self._fail,

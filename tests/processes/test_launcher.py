@@ -18,6 +18,7 @@ from jobs import command, finish, kill_all, processes_of, read_events, run, star
 
 from keepstep.launch.processes import Life, Output, start_cold
 from keepstep.launch.screen import HELD_MAX, Screen
+from keepstep.protocol.ids import Incarnation
 
 # A rank that trains nothing, but says so as the real ones do, so that the launcher takes its lives for fruitful.
 PREFACE = """
@@ -498,8 +499,8 @@ def life(tmp_path: Path, start: Any, on_exit: Callable[[Life, int], None]) -> Li
     path = tmp_path / "script.py"
     path.write_text("import threading\nthreading.Event().wait()\n")
     return Life(
-        replica_id=0, number=1, ranks=2, args=[str(path)], start=start, env=dict(os.environ), logs=tmp_path,
-        show=lambda _: None, on_exit=on_exit,
+        replica_id=0, incarnation=Incarnation("a"), number=1, ranks=2, args=[str(path)], start=start, env=dict(os.environ),
+        logs=tmp_path, show=lambda _: None, on_exit=on_exit,
     )  # fmt: skip
 
 

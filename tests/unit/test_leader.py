@@ -39,7 +39,7 @@ class World:
         self.store, self.fatal = Store(), asyncio.get_running_loop().create_future()
         self.leader = LeaderShell(
             me(size=1), Policy(num_replicas=2), self.store, None, record=lambda _: None,  # type: ignore[arg-type]
-            again=False, find=None, emit=lambda *_, **__: None, fault=lambda *_: None, on_fatal=self.fatal.set_result,
+            again=False, find=None, host="", emit=lambda *_, **__: None, fault=lambda *_: None, on_fatal=self.fatal.set_result,
         )  # fmt: skip
 
     async def end(self) -> BaseException:

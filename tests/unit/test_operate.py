@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 from quorum_views import OUTCOME, L, completed, decided, report, view
+from test_roster import THREE, host, outcome, pool, seated
 
-from keepstep.launch.operate import Target, coming, find, leaving, refused, stopping
+from keepstep.launch.operate import Target, coming, emptying, find, leaving, refused, refused_of_host, stopping
 from keepstep.protocol.errors import ConfigError
 from keepstep.protocol.ids import ReplicaId
 from keepstep.protocol.messages import Decision, Kind, Report, Request
+from keepstep.protocol.roster import Became, Roster
 from keepstep.runtime.etcd_view import StoreView
 
 ONE = ReplicaId(1)
@@ -126,3 +128,44 @@ def test_a_job_that_is_named_badly(
     monkeypatch.delenv("KEEPSTEP_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=sentence):
         find(run_dir, store, job, None)
+
+
+# --- hosts ---
+
+ROSTER = seated(THREE)
+
+
+def of_hosts(roster: Roster, *reports: Report) -> StoreView:
+    return replace(shown(L, *reports), roster=roster)
+
+
+def test_a_drained_host_is_empty_when_its_replicas_are_elsewhere() -> None:
+    progress, drained = emptying("a"), replace(ROSTER, drained={"a": LEAVE})
+    both = completed(0), completed(1)
+    assert progress(of_hosts(drained, *both)).words == "waiting for replica 0 to leave a at a step boundary"
+    assert "the last one stays" in progress(of_hosts(drained, completed(0))).words
+    left = replace(drained, outcomes={ReplicaId(0): outcome(Became.MOVES, ROSTER.places[ReplicaId(0)])})
+    assert progress(of_hosts(left, *both)).words == "waiting for another host to take replica 0"
+    done = progress(of_hosts(seated(left), *both))
+    assert (done.words, done.done) == ("host a keeps nothing any more: replica 0 on c", True)
+
+
+def test_a_drained_host_is_empty_though_there_is_no_room_elsewhere() -> None:
+    two = seated(replace(THREE, hosts=pool(host("a"), host("b"))))
+    left = replace(two, drained={"a": LEAVE}, outcomes={ReplicaId(0): outcome(Became.MOVES, two.places[ReplicaId(0)])})
+    done = emptying("a")(of_hosts(left, completed(1)))
+    assert (done.words, done.done) == ("host a keeps nothing any more; no other host has room for replica 0", True)
+
+
+def test_a_job_that_is_stopped_before_it_began() -> None:
+    waiting = replace(shown(None), roster=Roster(plan=THREE.plan, hosts=THREE.hosts))
+    assert not stopping(waiting).done
+    gone = replace(waiting, roster=Roster(plan=THREE.plan), launched=False)
+    assert (stopping(gone).words, stopping(gone).done) == ("the job has ended before its first step", True)
+
+
+def test_a_host_that_the_job_does_not_have() -> None:
+    assert refused_of_host(of_hosts(ROSTER), "a") == ""
+    assert refused_of_host(of_hosts(ROSTER), "z") == "the job has no host z: name one of a, b, c, or a replica's number"
+    assert refused_of_host(shown(L), "a").startswith("no agents run this job")
+    assert refused_of_host(replace(of_hosts(ROSTER), last=END), "a") == "the job has ended"

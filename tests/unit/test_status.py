@@ -1,15 +1,18 @@
 """How a job does, from hand-made records and from what a store holds."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from machines import C, W, decision, member
 from recorder import Recorder, killed_run
+from test_roster import PLAN, host, pool, seated
 
 from keepstep.observe.records import Run
 from keepstep.observe.status import Status, for_prometheus, in_words, of_run, of_view
 from keepstep.protocol.ids import Incarnation, ReplicaId, Seq
-from keepstep.protocol.messages import Decision, Kind, Report
+from keepstep.protocol.messages import Decision, Kind, Report, Request
+from keepstep.protocol.roster import Roster
 from keepstep.runtime.etcd import JobRecord
 from keepstep.runtime.etcd_view import StoreView
 
@@ -120,3 +123,28 @@ def test_from_the_store() -> None:
 def test_what_the_store_cannot_hide(found: StoreView, state: str, now: list[str]) -> None:
     status = of_view(RECORD, found, "my-job")
     assert (status.state, doing(status)) == (state, now)
+
+
+def test_hosts_and_what_they_keep() -> None:
+    roster = seated(Roster(plan=PLAN, hosts=pool(host("a", label="b1/z1/r1"), host("b"), host("c"))))
+    away = replace(
+        roster, hosts=pool(host("b"), host("c")), drained={"c": Request(request_id="1", leave=True, by="me")}
+    )
+    status = of_view(RECORD, replace(view(None), roster=away), "my-job")
+    assert [(h.host, h.doing, h.replicas) for h in status.hosts] == [
+        ("a", "away", (1,)),
+        ("b", "in the pool", (0,)),
+        ("c", "drained", ()),
+    ]
+    assert in_words(status).splitlines()[-3:] == [
+        "  host a: away, keeps replica 1",
+        "  host b: in the pool, keeps replica 0 (2 slots)",
+        "  host c: drained, keeps nothing (2 slots)",
+    ]
+    assert status.as_json()["hosts"][1] == {
+        "host": "b",
+        "doing": "in the pool",
+        "slots": 2,
+        "label": "",
+        "replicas": (0,),
+    }
