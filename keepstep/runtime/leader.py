@@ -214,7 +214,8 @@ class LeaderShell:
         asked = view.requests.get(me.replica_id)
         leave = (asked is not None and asked.leave) or self._host in view.roster.drained
         self._carry_out(self.machine.on_asked(leave=leave))
-        if why := of_no_use(me.replica_id, me.incarnation, self.machine.stuck, to_quorum_view(view)):
+        stuck = self.machine.stuck
+        if stuck and (why := of_no_use(me.replica_id, me.incarnation, stuck, to_quorum_view(view))):
             self._on_fatal(NoProgress(why))
             return
         self._watch_members(view)
