@@ -360,6 +360,7 @@ class Policy:
     member_grace_ns: int = 200_000_000  # a CATCHING_UP member's answer comes within milliseconds: do not drop it
     join_wait_ns: int = 0  # wait for announced replicas
     restore_wait_ns: int = 10_000_000_000
+    lost_wait_ns: int = 600_000_000_000  # for the last that held a state, if nobody has seen them end; then all is lost
     finish_wait_ns: int = 30_000_000_000  # at the end: wait so long for announced replicas
     save_wait_ns: int = 1_800_000_000_000  # when the job is stopped: for its last state to be saved
     ancestry_max: int = 32

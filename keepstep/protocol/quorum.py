@@ -333,10 +333,15 @@ def _nobody_holds_a_state(case: _Case, last: Decision, on_chain: Sequence[StateN
         return _from_initial_state(
             case, "no step had been completed for good and nobody holds state 0: the job starts again"
         )
-    return Halt(
-        reason=f"no living replica holds a state of the job (decision {last.seq} was for step {last.step}) and there is no "
-        "checkpoint that could be restored"
+    nothing = (
+        f"no living replica holds a state of the job (decision {last.seq} was for step {last.step}) and there is no "
     )
+    nothing += "checkpoint that could be restored"
+    lost = [m.replica_id for m in last.members if m.incarnation not in case.dead and m.replica_id not in case.live]
+    until = since + case.policy.lost_wait_ns
+    if lost and case.now < until:
+        return Wait(reason=f"{nothing}: waiting for {names(lost)}, which nobody has seen end", until=until)
+    return Halt(reason=nothing)
 
 
 def _restore(case: _Case, cause: str) -> Decision | Halt | None:

@@ -205,11 +205,10 @@ def _with_requests(plan: Plan, rng: random.Random, kinds: tuple[str, ...]) -> Pl
 
 
 def _with_hangs(plan: Plan, rng: random.Random, kinds: tuple[str, ...]) -> Plan:
-    """In some worlds main threads hang, some of them longer than the straggler policy allows. They heal later, but for those
-    where a replica that gives up meanwhile takes its stream with it."""
+    """In some worlds main threads hang, some of them longer than the straggler policy allows. They heal later."""
     if (kinds and not set(kinds) & HANGS.keys()) or (not kinds and rng.random() < 0.85):
         return plan
-    heal_at = plan.heal_at if plan.ledger.cursors else max(plan.heal_at, 30 * SECOND)
+    heal_at = max(plan.heal_at, 30 * SECOND)
     faults = [
         replace(
             _fault(rng, plan.replicas, plan.ranks, 8 * SECOND, HANGS, kinds),
@@ -238,6 +237,7 @@ def _policy(rng: random.Random, replicas: int) -> Policy:
         member_grace_ns=rng.choice([0, 200 * MS, 200 * MS]),
         join_wait_ns=rng.choice([0, 0, 0, SECOND]),
         restore_wait_ns=rng.choice([3, 10, 10]) * SECOND,
+        lost_wait_ns=60 * SECOND,  # longer than anything lasts here
         finish_wait_ns=rng.choice([5, 30]) * SECOND,
         ancestry_max=rng.choice([2, 32, 32]),
         units_per_worker=rng.choice([1, 1, 1, 2]),

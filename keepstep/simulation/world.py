@@ -381,6 +381,7 @@ class World:
     def _bound(self) -> int:
         policy = self.plan.policy
         waits = policy.start_wait_ns + 2 * policy.straggler_ns + 2 * policy.restore_wait_ns + policy.finish_wait_ns
+        waits += policy.lost_wait_ns
         return self.plan.heal_at + int(1.3 * waits) + 200 * SECOND
 
     def run(self) -> Result:

@@ -50,6 +50,14 @@ def stale_reports_count(patch: Patch) -> None:
     patch.setattr(quorum, "_answers", lambda report, last: True)
 
 
+@mutant(400, "freeze", "crash", "hang main")
+def holders_that_are_only_away_are_not_waited_for(patch: Patch) -> None:
+    genuine = quorum.decide
+    patch.setattr(
+        quorum, "decide", lambda view, policy, *, now: genuine(view, replace(policy, lost_wait_ns=0), now=now)
+    )
+
+
 @mutant(500)
 def lineage_is_not_compared(patch: Patch) -> None:
     patch.setattr(quorum, "_holds", lambda r, s: r.materialized and r.state is not None and r.state.step == s.step)

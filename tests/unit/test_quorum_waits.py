@@ -99,7 +99,7 @@ def test_too_few_workers_let_the_others_fetch_and_wait() -> None:
 
 
 def test_a_partition_must_not_roll_the_job_back_and_then_it_halts() -> None:
-    fresh = view(report(0, 7, life="b"), report(1, 7, life="b"), last=L)
+    fresh = view(report(0, 7, life="b"), report(1, 7, life="b"), last=L, dead=("2a",))
     wait = waits(fresh)
     assert wait.until == NOW + POLICY.restore_wait_ns
     halt = decide(fresh, POLICY, now=wait.until)
@@ -109,9 +109,18 @@ def test_a_partition_must_not_roll_the_job_back_and_then_it_halts() -> None:
     assert halt.misfits == frozenset()
 
 
+def test_the_job_is_not_given_up_soon_while_a_holder_may_only_be_away() -> None:
+    """Frozen, or cut off: nobody has seen it end. Those who end the job for it would be missing when it is back."""
+    fresh = view(report(0, 7, life="b"), report(1, 7, life="b"), last=L)
+    wait = waits(fresh, now=NOW + POLICY.restore_wait_ns)
+    assert wait.until == NOW + POLICY.lost_wait_ns
+    assert "waiting for replica 2, which nobody has seen end" in wait.reason
+    assert isinstance(decide(fresh, POLICY, now=wait.until), Halt)
+
+
 def test_the_job_is_not_given_up_while_somebody_alive_has_not_answered() -> None:
     """Decided without it, while it was cut off: it is back and holds a state, but has not said so yet. An end is for good."""
-    seen = view(report(0, 7, life="b"), report(1, 6, START, life="b"), last=L)
+    seen = view(report(0, 7, life="b"), report(1, 6, START, life="b"), last=L, dead=("2a",))
     wait = waits(seen, now=NOW + POLICY.restore_wait_ns)
     assert wait.until == NOW + POLICY.straggler_ns
     assert "waiting for replica 1 to say what is held there" in wait.reason
