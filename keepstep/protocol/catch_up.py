@@ -44,9 +44,9 @@ from keepstep.protocol.messages import (
     Reader,
     RingBroken,
     Role,
+    Said,
     StartOver,
     StateName,
-    Upward,
     Verdict,
     Vote,
 )
@@ -162,7 +162,7 @@ class SaveState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendUp:
-    message: Upward
+    message: Said
 
 
 Effect = GiveOrder | ConfigureRing | BreakRing | BeginExchanges | StartFetch | CancelFetch | Serve | SaveState | SendUp

@@ -291,6 +291,10 @@ class Vote:
     computed: bool = False  # no: but this rank's gradients are complete
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        if self.yes and self.ring_broken:
+            raise ValueError("a yes says that the ring has held")  # so that votes of yes can be counted together
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
@@ -343,7 +347,26 @@ class Lags:
     reason: str = ""
 
 
-Upward = Hello | Vote | Fetched | RingBroken | Loaded | Saved | Lags
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllVoted:
+    """A yes of every rank under decision `seq`, counted on its way. `caught_up`: of all of them."""
+
+    seq: Seq
+    caught_up: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllFetched:
+    """A `Fetched`, ok, of every rank, for the fetch that decision `since` told them to begin."""
+
+    since: Seq
+
+
+Said = Hello | Vote | Fetched | RingBroken | Loaded | Saved | Lags
+"""What a rank says."""
+
+Upward = Said | AllVoted | AllFetched
+"""What a leader hears."""
 
 
 # --- settings of the quorum ------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ from keepstep.protocol.errors import JobMismatch, LocalProtocolError
 from keepstep.protocol.ids import NO_DECISION, Incarnation, QuorumId, Rank, ReplicaId, Seq, Step, UnitId
 from keepstep.protocol.messages import (
     Abort,
+    AllFetched,
+    AllVoted,
     Checkpoint,
     Decision,
     Fetched,
@@ -123,7 +125,9 @@ class LeaderMachine:
         self.leaving = False  # we were asked to leave the job
         self._last_seen = NO_DECISION
         self._hellos: dict[Rank, Hello] = {}
-        self._votes: dict[Rank, Vote] = {}
+        self._layout_digest = ""  # of all of them
+        self._voted: set[Rank] = set()
+        self._caught_up = True  # so have all that have voted
         self._fetching: StateName | None = None  # what was last told to fetch, unless we gave that up
         self._since = NO_DECISION  # by which decision
         self._fetched: set[Rank] = set()
@@ -221,7 +225,8 @@ class LeaderMachine:
         self.running = decision
         self._quorum_id, self._broken, self._waits = decision.quorum_id, False, False
         self._cut_off.clear()
-        self._votes.clear()
+        self._voted.clear()
+        self._caught_up = True
         self._held_units = me.units
         if decision.saver == me.replica_id and decision.start != self._saved:
             self._saving = self._saved = decision.start
@@ -276,8 +281,12 @@ class LeaderMachine:
                 return self._on_hello(message)
             case Vote():
                 return self._on_vote(message)
+            case AllVoted():
+                return self._on_all_voted(message)
             case Fetched():
                 return self._on_fetched(message)
+            case AllFetched():
+                return self._on_all_fetched(message)
             case Loaded():
                 return self._on_loaded(message)
             case RingBroken():
@@ -303,17 +312,27 @@ class LeaderMachine:
                     f"({ours} and {theirs}): start every rank with the same script, arguments and installation"
                 )
         self._hellos[hello.rank] = hello
-        return self._report() if self._ready else ()
+        if not self._ready:
+            return ()
+        self._layout_digest = layout_digest(self._hellos[Rank(r)] for r in range(self.settings.size))
+        return self._report()
 
     def _on_vote(self, vote: Vote) -> tuple[Effect, ...]:
         if self.running is None or vote.seq != self.running.seq:
             return ()
-        self._votes[vote.rank] = vote
+        self._voted.add(vote.rank)
+        self._caught_up &= vote.caught_up
         if vote.ring_broken:
             self._ring_failed(vote)
         if not vote.yes:
             return self._retry(vote)
-        return self._commit() if len(self._votes) == self.settings.size else ()
+        return self._commit() if len(self._voted) == self.settings.size else ()
+
+    def _on_all_voted(self, votes: AllVoted) -> tuple[Effect, ...]:
+        if self.running is None or votes.seq != self.running.seq:
+            return ()
+        self._caught_up &= votes.caught_up
+        return self._commit()
 
     def _ring_failed(self, message: Vote | RingBroken) -> None:
         self._broken = True
@@ -331,11 +350,17 @@ class LeaderMachine:
                 self._checkpoint = None  # until somebody looks again
             return self._restart_fetch() if self._not_training else ()
         self._fetched.add(message.rank)
-        if len(self._fetched) < self.settings.size:
-            return ()
+        return self._load() if len(self._fetched) == self.settings.size else ()
+
+    def _on_all_fetched(self, message: AllFetched) -> tuple[Effect, ...]:
+        current = self._fetching is not None and message.since == self._since
+        return self._load() if current and not self._load_told and not self._start_over else ()
+
+    def _load(self) -> tuple[Effect, ...]:
+        assert self._fetching is not None
         self._load_told = True
         self._before_fetch = None
-        return (Tell(message=Load(state=message.state)),)
+        return (Tell(message=Load(state=self._fetching)),)
 
     def _on_loaded(self, message: Loaded) -> tuple[Effect, ...]:
         if self.materialized or message.state != self.state:
@@ -390,7 +415,7 @@ class LeaderMachine:
         me = decision.member(self.settings.replica_id, self.settings.incarnation)
         assert me is not None
         if me.role is Role.CATCHING_UP:
-            self.materialized = self._load_told and all(v.caught_up for v in self._votes.values())
+            self.materialized = self._load_told and self._caught_up
             self._pending = 0 if self.materialized else self._pending + 1
             if self._pending > self.settings.max_pending and not self._load_told:
                 self._start_over = f"the fetch has outlasted {self._pending} steps"
@@ -462,7 +487,7 @@ class LeaderMachine:
             cut_off=tuple(sorted(self._cut_off)),
             finished=self.state is not None and ledger is not None and self.settings.finished(self.state.step, ledger),
             leaving=self.leaving,
-            layout_digest=layout_digest(self._hellos[Rank(r)] for r in range(self.settings.size)),
+            layout_digest=self._layout_digest,
             label=self.settings.label,
             checkpoint=self._checkpoint,
             saving=self._saving is not None,

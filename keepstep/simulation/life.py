@@ -1,12 +1,13 @@
 """One life of a replica: its ranks, its leader, the control tree between them, and what its launcher does about its end.
 
-Mirrors `runtime.tree` (messages keep their order; a link that is silent for ten ticks is lost, each end by its own count, and a
-rank that has lost one ends) and `launch.launcher` (an exit is seen at once, the rest of the replica is ended, the store is told,
-another life is started).
+Mirrors `runtime.tree` (messages keep their order; what ranks say alike is said once; a link that is silent for ten ticks is
+lost, each end by its own count, and a rank that has lost one ends) and `launch.launcher` (an exit is seen at once, the rest of
+the replica is ended, the store is told, another life is started).
 """
 
 from typing import TYPE_CHECKING
 
+from keepstep.protocol import together
 from keepstep.protocol.catch_up import Leave, Train
 from keepstep.protocol.errors import InvariantViolation
 from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
@@ -18,12 +19,14 @@ from keepstep.protocol.messages import (
     Finish,
     Load,
     Peer,
+    Said,
     StartOver,
     Upward,
     Verdict,
 )
 from keepstep.protocol.quorum import Halt
 from keepstep.protocol.step import StepSettings
+from keepstep.protocol.together import Once, Together
 from keepstep.simulation.clock import MS, SECOND
 from keepstep.simulation.leader import SimLeader
 from keepstep.simulation.rank import NOWHERE, SimRank
@@ -73,6 +76,7 @@ class Life:
         self.down = [Link() for _ in self.ranks]
         self.up = [Link() for _ in self.ranks]
         self.leader = SimLeader(self, self.ranks[0])
+        self._together, self._once = Together(plan.ranks), Once()
         self._met: dict[int, list[tuple[SimRank, Train]]] = {}
 
     def start(self) -> None:
@@ -112,11 +116,26 @@ class Life:
         link.last = due
         clock.after(due - clock.now, to.process, to.on_down, message)
 
-    def send_up(self, rank: SimRank, message: Upward) -> None:
+    def send_up(self, rank: SimRank, message: Said) -> None:
         link, clock = self.up[rank.number], self.world.clock
         due = max(clock.now + self.world.takes(MS) * link.slowness, link.last, link.cut_until)
         link.last = due
-        clock.after(due - clock.now, self.ranks[0].process, self.leader.on_message, message)
+        clock.after(due - clock.now, self.ranks[0].process, self._arrived, message)
+
+    def _arrived(self, message: Said) -> None:
+        """In every other replica merged on the way, as `runtime.upward` and the tree do it."""
+        heard: Upward | None = message
+        alike = together.merged(message)
+        if self.replica_id % 2 == 0:
+            pass
+        elif alike is not None:
+            topic, number, agreed = alike
+            result = self._together.say(message.rank, topic, number, agreed)
+            heard = None if result is None else together.said_by_all(topic, number, result)
+        elif (key := together.enough_once(message)) is not None and not self._once.is_first(key):
+            heard = None
+        if heard is not None:
+            self.leader.on_message(heard)
 
     def cut_tree(self, rank: Rank, duration: int, down: bool) -> None:
         """No message for a while, or the end: both ranks count the ticks without a sign of the other by themselves."""

@@ -13,7 +13,7 @@ from keepstep.protocol import catch_up as effects
 from keepstep.protocol.catch_up import Apply, Begin, Leave, LoadState, Order, RankMachine, Train
 from keepstep.protocol.errors import InvariantViolation
 from keepstep.protocol.ids import LEADER, QuorumId, Rank, ReplicaId, Seq
-from keepstep.protocol.messages import Downward, Endpoint, Hello, Lags, Role, Saved, StateName, Upward, Verdict, Vote
+from keepstep.protocol.messages import Downward, Endpoint, Hello, Lags, Role, Said, Saved, StateName, Verdict, Vote
 from keepstep.protocol.pace import KeepsUp, Pace, Stuck
 from keepstep.runtime.attempts import Attempts
 from keepstep.simulation.clock import MS, Process
@@ -152,7 +152,7 @@ class SimRank:
     def _on_saved(self, state: StateName, ok: bool, reason: str) -> None:
         self._send_up(Saved(rank=LEADER, state=state, ok=ok, reason=reason))
 
-    def _send_up(self, message: Upward) -> None:
+    def _send_up(self, message: Said) -> None:
         if type(message) is Vote:
             self.world.point("vote", self.life.replica_id)
             if self.world.talks and not message.yes:

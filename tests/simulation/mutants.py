@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from keepstep.protocol import apart, catch_up, checkpoints, deciding, ledger, quorum, step
+from keepstep.protocol import apart, catch_up, checkpoints, deciding, ledger, quorum, step, together
 from keepstep.protocol.catch_up import GiveOrder, RankMachine
 from keepstep.protocol.messages import Decision, Kind, LedgerState, Load, Loaded, Report, Role, StateName, Vote
 from keepstep.protocol.step import LeaderMachine, Tell
+from keepstep.protocol.together import Together
 
 Patch = pytest.MonkeyPatch
 
@@ -229,7 +230,7 @@ def one_vote_is_enough(patch: Patch) -> None:
     def on_vote(self: LeaderMachine, vote: Vote) -> Any:
         if self.running is None or vote.seq != self.running.seq:
             return ()
-        self._votes[vote.rank] = vote
+        self._voted.add(vote.rank)
         self._broken = self._broken or vote.ring_broken
         return self._commit() if vote.yes else self._retry(vote)
 
@@ -239,7 +240,38 @@ def one_vote_is_enough(patch: Patch) -> None:
 @mutant(20)
 def a_no_counts_as_a_yes(patch: Patch) -> None:
     genuine = LeaderMachine._on_vote
-    patch.setattr(LeaderMachine, "_on_vote", lambda self, vote: genuine(self, replace(vote, yes=True)))
+    patch.setattr(
+        LeaderMachine, "_on_vote", lambda self, vote: genuine(self, replace(vote, yes=True, ring_broken=False))
+    )
+
+
+@mutant(30)
+def a_no_is_merged_with_the_yes_of_others(patch: Patch) -> None:
+    genuine = together.merged
+    patch.setattr(
+        together,
+        "merged",
+        lambda said: genuine(replace(said, yes=True, ring_broken=False) if type(said) is Vote else said),
+    )
+
+
+@mutant(30)
+def a_merged_vote_counts_for_a_rank_that_gave_none(patch: Patch) -> None:
+    genuine = Together.say
+
+    def say(self: Together, slot: int, *what: Any) -> Any:
+        genuine(self, (slot + 1) % self.slots, *what)
+        return genuine(self, slot, *what)
+
+    patch.setattr(Together, "say", say)
+
+
+@mutant(300)
+def all_that_are_counted_have_caught_up(patch: Patch) -> None:
+    genuine = Together.say
+    patch.setattr(
+        Together, "say", lambda self, slot, topic, number, agreed: genuine(self, slot, topic, number, agreed=True)
+    )
 
 
 @mutant(250, "slow tree", "freeze", "break ring")

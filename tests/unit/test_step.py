@@ -9,6 +9,8 @@ from keepstep.protocol.errors import JobMismatch, LocalProtocolError
 from keepstep.protocol.ids import QuorumId, Rank, ReplicaId, Seq
 from keepstep.protocol.messages import (
     Abort,
+    AllFetched,
+    AllVoted,
     Fetched,
     Finish,
     Kind,
@@ -16,6 +18,7 @@ from keepstep.protocol.messages import (
     Load,
     Loaded,
     RingBroken,
+    Role,
     StartOver,
     Verdict,
     Vote,
@@ -71,6 +74,39 @@ def test_one_no_is_a_retry_that_keeps_the_state_and_the_units() -> None:
     report = report_of(effects).report
     assert (report.state, report.held_units, report.broken) == (state(0, 1), (0,), True)
     assert machine.on_message(vote(0, 1)) == (), "late votes change nothing"
+
+
+@pytest.mark.parametrize("role", [W, C])
+@pytest.mark.parametrize("caught_up", [True, False])
+def test_votes_that_were_counted_on_their_way_mean_the_same(role: Role, caught_up: bool) -> None:
+    """And a fetch that all have ended."""
+
+    def started() -> LeaderMachine:
+        machine = ready()
+        machine.on_decision(decision(1, 5, 6, member(0, role, 0, fetch=role is C), member(1, W, 1), kind=Kind.TRAIN))
+        return machine
+
+    if role is W:
+        one, all_at_once = ready(), ready()
+        for machine in (one, all_at_once):
+            machine.on_decision(decision(1, 0, 1, member(0, W, 0), member(1, W, 1)))
+    else:
+        one, all_at_once = started(), started()
+        fetched = [Fetched(rank=Rank(rank), state=state(5, 6), since=Seq(1), ok=True) for rank in (0, 1)]
+        assert one.on_message(fetched[0]) == ()
+        for late in (Seq(0), Seq(2)):
+            assert all_at_once.on_message(AllFetched(since=late)) == ()
+        told = all_at_once.on_message(AllFetched(since=Seq(1)))
+        assert told == one.on_message(fetched[1])
+        assert told
+        assert all_at_once.on_message(AllFetched(since=Seq(1))) == (), "once is enough"
+    for late in (Seq(0), Seq(2)):
+        assert all_at_once.on_message(AllVoted(seq=late, caught_up=True)) == ()
+    assert one.on_message(vote(0, 1, caught_up=caught_up)) == ()
+    effects = one.on_message(vote(1, 1))
+    assert effects == all_at_once.on_message(AllVoted(seq=Seq(1), caught_up=caught_up))
+    assert verdicts(effects) == [(1, True)]
+    assert one.materialized == all_at_once.materialized == (role is W or caught_up)
 
 
 def test_who_has_answered_a_decision_cannot_complete_it() -> None:
