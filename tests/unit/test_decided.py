@@ -1,0 +1,178 @@
+"""A decision comes down as little as its ranks do not know, and they know the same afterwards."""
+
+from dataclasses import replace
+
+import pytest
+from machines import C, W, decision, member
+
+from keepstep.protocol.errors import RemoteProtocolError
+from keepstep.protocol.follow import follow, for_ranks
+from keepstep.protocol.ids import QuorumId, ReplicaId, Seq
+from keepstep.protocol.messages import (
+    Decided,
+    Decision,
+    Endpoint,
+    Kind,
+    LedgerState,
+    Policy,
+    Report,
+    Verdict,
+)
+from keepstep.protocol.quorum import SeenReport, View, decide, speculate
+from keepstep.protocol.step import after_commit
+from keepstep.runtime.decided import NOWHERE, Inbox, Outbox, encode_down
+from keepstep.runtime.endpoints import Endpoints
+
+RANKS = 3
+LEDGER = LedgerState(fingerprint="data", total=1000)
+
+
+def listens(replica: int, rank: int) -> Endpoint:
+    return Endpoint(host=f"host-{replica}{'x' * replica}", ftar_port=100 * replica + rank, state_port=7)
+
+
+class Replica:
+    """A leader's outbox and its ranks' inboxes; replica 0."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox(ReplicaId(0))
+        self.inboxes = [Inbox(ReplicaId(0), member(0, W).incarnation) for _ in range(RANKS)]
+
+    def tell(self, what: Decision) -> tuple[int, list[Decided]]:
+        """How many bytes all ranks were told, and what each of them made of it."""
+        tables = {
+            life: Endpoints.of(listens(life[0], rank) for rank in range(RANKS)) for life in self.outbox.news(what)
+        }
+        common, records, width = self.outbox.tell(what, tables)
+        heard = [
+            inbox.message(inbox.hear(common, records[rank * width : (rank + 1) * width]))
+            for rank, inbox in enumerate(self.inboxes)
+        ]
+        assert all(isinstance(message, Decided) and message.decision == for_ranks(what) for message in heard)
+        return len(common) + len(records), heard  # type: ignore[return-value]
+
+
+def addresses(heard: Decided) -> list[Endpoint]:
+    return [peer.endpoint for peer in heard.peers]
+
+
+def after(last: Decision) -> Decision:
+    """What the quorum says when all members have committed `last`."""
+    assert last.ledger is not None
+    ledger = after_commit(last, last.ledger)
+    reports = {
+        m.replica_id: SeenReport(
+            report=Report(
+                replica_id=m.replica_id, incarnation=m.incarnation, answers=last.seq, state=last.outcome, materialized=True,
+                ledger=ledger, held_units=speculate(last, m.replica_id),
+            ), seen_at=0,
+        )
+        for m in last.members
+    }  # fmt: skip
+    answer = decide(View(last=last, last_seen_at=0, reports=reports), Policy(num_replicas=5), now=1)
+    assert isinstance(answer, Decision)
+    return answer
+
+
+FIVE = replace(decision(3, 2, 2, *(member(n, W, n) for n in range(5)), ledger=LEDGER), num_replicas=5)
+
+
+def test_a_steady_step_is_nine_bytes() -> None:
+    replica, last = Replica(), FIVE
+    first, heard = replica.tell(last)
+    assert first > 100
+    assert [addresses(h)[1:] for h in heard] == [
+        [listens(1, rank), NOWHERE, NOWHERE, listens(4, rank)] for rank in range(RANKS)
+    ]
+    for _ in range(50):
+        last = after(last)
+        told, again = replica.tell(last)
+        assert told == 9
+        assert [h.peers for h in again] == [h.peers for h in heard]
+
+
+@pytest.mark.parametrize("total", [7, 12])
+def test_the_end_of_the_data_is_announced(total: int) -> None:
+    """What is expected and what the quorum says differ there, and nobody relies on the former."""
+    last = replace(FIVE, ledger=replace(LEDGER, total=total))
+    replica = Replica()
+    replica.tell(last)
+    while last.kind is Kind.TRAIN:
+        last = after(last)
+        replica.tell(last)
+
+
+def test_only_new_neighbours_are_told() -> None:
+    replica = Replica()
+    replica.tell(FIVE)
+    without_4 = replace(FIVE, seq=Seq(4), quorum_id=QuorumId(4), members=FIVE.members[:4])
+    _, heard = replica.tell(without_4)
+    assert [addresses(h)[1:] for h in heard] == [[listens(1, r), NOWHERE, listens(3, r)] for r in range(RANKS)]
+    assert replica.outbox.news(without_4) == []
+    without_2 = replace(without_4, seq=Seq(5), quorum_id=QuorumId(5), members=FIVE.members[:2] + FIVE.members[3:4])
+    assert replica.outbox.news(without_2) == [], "1 and 3 are known"
+    replica.tell(without_2)
+    back = replace(FIVE, seq=Seq(6), quorum_id=QuorumId(6))
+    assert [life for life, _ in replica.outbox.news(back)] == [4], "its address was forgotten when it had gone"
+    replica.tell(back)
+
+
+def test_whoever_fetches_is_told_of_all_who_hold_the_state() -> None:
+    replica = Replica()
+    members = (member(0, C, fetch=True), *FIVE.members[1:4], member(4, C))
+    _, heard = replica.tell(replace(FIVE, members=members))
+    assert addresses(heard[2])[1:] == [listens(n, 2) for n in (1, 2, 3, 4)]
+
+
+def test_an_alone_replica_needs_nobody() -> None:
+    _, heard = Replica().tell(replace(FIVE, members=FIVE.members[:1]))
+    assert addresses(heard[0]) == [NOWHERE]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"c",
+        b"c" + bytes(8),
+        b"v",
+        b"v" + bytes(7),
+        b"a",
+        b"a\xff",
+        b"o",
+        b"oxx",
+        b"?",
+        b"a\x96\x01\x01\x90\x90\x00\xc4\x00",
+    ],
+)
+def test_nonsense_is_refused(data: bytes) -> None:
+    inbox = Inbox(ReplicaId(0), member(0, W).incarnation)
+    with pytest.raises(RemoteProtocolError):
+        inbox.hear(data, b"")
+
+
+def test_a_decision_without_its_addresses_or_out_of_order_is_refused() -> None:
+    replica = Replica()
+    tables = {life: Endpoints.of(listens(life[0], r) for r in range(RANKS)) for life in replica.outbox.news(FIVE)}
+    common, records, width = replica.outbox.tell(FIVE, tables)
+    inbox = replica.inboxes[0]
+    for record in (b"", records[: width - 1], records):
+        with pytest.raises(RemoteProtocolError, match="bytes of addresses"):
+            inbox.hear(common, record)
+    inbox.hear(common, records[:width])
+    for again in (common, b"c" + (3).to_bytes(8, "little"), b"c" + (5).to_bytes(8, "little")):
+        with pytest.raises(RemoteProtocolError):
+            inbox.hear(again, records[:width])
+
+
+@pytest.mark.parametrize("verdict", [Verdict(seq=Seq(3), commit=True), Verdict(seq=Seq(3), commit=False, reason="no")])
+def test_other_messages_pass(verdict: Verdict) -> None:
+    inbox = Inbox(ReplicaId(0), member(0, W).incarnation)
+    assert inbox.message(inbox.hear(encode_down(verdict), b"")) == verdict
+    assert len(encode_down(Verdict(seq=Seq(3), commit=True))) == 9
+
+
+def test_nothing_is_expected_after_a_decision_that_is_not_for_training() -> None:
+    assert follow(replace(FIVE, kind=Kind.GATHER)) is None
+    assert follow(replace(FIVE, members=(*FIVE.members[:4], member(4, C)))) is None
+    assert follow(replace(FIVE, members=tuple(replace(m, units=()) for m in FIVE.members))) is None
