@@ -3,7 +3,8 @@
     RANK WORLD_SIZE MASTER_ADDR MASTER_PORT                torchrun's, for one replica
     REPLICA_ID NUM_REPLICAS KEEPSTEP_STORE                 ours, always needed
     KEEPSTEP_TOKEN or KEEPSTEP_TOKEN_FILE                  the job's secret, always needed
-    KEEPSTEP_JOB KEEPSTEP_HOST KEEPSTEP_RUN_DIR KEEPSTEP_MIN_REPLICAS KEEPSTEP_FAN_OUT KEEPSTEP_LEASE_S
+    KEEPSTEP_JOB KEEPSTEP_HOST KEEPSTEP_RUN_DIR KEEPSTEP_MIN_REPLICAS KEEPSTEP_LEASE_S
+    KEEPSTEP_FAN_OUT KEEPSTEP_RANKS_PER_HOST (default: LOCAL_WORLD_SIZE, torchrun's)
     KEEPSTEP_STRAGGLER_S KEEPSTEP_START_WAIT_S KEEPSTEP_JOIN_WAIT_S
     KEEPSTEP_SLOW_FLOOR_S KEEPSTEP_SLOW_CEILING_S          optional
     KEEPSTEP_LABEL                                         optional: where this host stands, "building/zone/rack"
@@ -62,6 +63,7 @@ class Environment:
     faults: str
     master_addr: str | None
     fan_out: int
+    ranks_per_host: int
     min_replicas: int
     lease_s: float
     straggler_s: float
@@ -103,6 +105,9 @@ class Environment:
             faults=env.get("KEEPSTEP_FAULTS", ""),
             master_addr=env.get("MASTER_ADDR"),
             fan_out=read.integer("KEEPSTEP_FAN_OUT", 32, least=1),
+            ranks_per_host=read.integer(
+                "KEEPSTEP_RANKS_PER_HOST", read.integer("LOCAL_WORLD_SIZE", 1, least=1), least=1
+            ),
             min_replicas=read.integer("KEEPSTEP_MIN_REPLICAS", 1, least=1, below=replicas + 1),
             lease_s=read.number("KEEPSTEP_LEASE_S", 2.0, least=0.5),
             straggler_s=read.number("KEEPSTEP_STRAGGLER_S", 60.0),

@@ -32,6 +32,7 @@ from aetcd import rpc
 from keepstep.protocol.errors import ConfigError, JobMismatch, NoStateLeft, RemoteProtocolError, StoreError
 from keepstep.protocol.ids import Incarnation, ReplicaId
 from keepstep.protocol.messages import Decision, Endpoint, Report, Request
+from keepstep.runtime.endpoints import Endpoints
 from keepstep.runtime.etcd_lease import CALL_S, Lease
 from keepstep.runtime.etcd_members import WITH_A_LEADER, Members, is_away
 from keepstep.runtime.etcd_view import Reading, StoreView
@@ -75,7 +76,7 @@ class EtcdStore:
         self._root = f"keepstep/{job}/".encode()
         self._watched = _below(self._root)
         self._lease = Lease(lambda: self.client, self.call, lease_s)
-        self._endpoints: dict[tuple[ReplicaId, Incarnation], tuple[Endpoint, ...]] = {}
+        self._endpoints: dict[tuple[ReplicaId, Incarnation], Endpoints] = {}
         self._watch: asyncio.Task[None] | None = None
         self._reading = Reading(self._root)
         self._closed = False
@@ -230,9 +231,11 @@ class EtcdStore:
         await self._lease.put(self._root + b"reports/%d" % report.replica_id, encode(report))
 
     async def put_endpoints(self, replica: ReplicaId, life: Incarnation, endpoints: tuple[Endpoint, ...]) -> None:
-        await self.call(self.client.put(self._root + f"endpoints/{replica}/{life}".encode(), encode(endpoints)))
+        await self.call(
+            self.client.put(self._root + f"endpoints/{replica}/{life}".encode(), encode(Endpoints.of(endpoints)))
+        )
 
-    async def get_endpoints(self, replica: ReplicaId, life: Incarnation, ranks: int) -> tuple[Endpoint, ...]:
+    async def get_endpoints(self, replica: ReplicaId, life: Incarnation, ranks: int) -> Endpoints:
         """By rank. They never change in one life, so they are read once."""
         known = self._endpoints.get((replica, life))
         if known is None:
@@ -241,7 +244,7 @@ class EtcdStore:
             got = self._reading.raw(key) or await self.call(self.client.get(key))
             if got is None:
                 raise StoreError(f"replica {replica} has not said where its ranks listen")
-            known = stored(got, tuple[Endpoint, ...])
+            known = stored(got, Endpoints)
             if len(known) != ranks:
                 raise StoreError(f"{key.decode()} in the store tells where {len(known)} ranks listen, not {ranks}")
             self._endpoints[replica, life] = known

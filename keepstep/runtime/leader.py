@@ -3,7 +3,7 @@
 A thin shell around `protocol.step.LeaderMachine` and `protocol.deciding.Decider`. Everything runs on the control loop, so the
 machine needs no lock. Four tasks besides the callbacks:
 
-  * the *teller* carries out Tell and TellDecided in order (addresses of peers come from the store, once per incarnation);
+  * the *teller* carries out Tell and TellDecided in order (`decided`; addresses come from the store, once per incarnation);
   * the *reporter* writes the newest report, retrying while the store is away: an older one that was not written is moot;
   * the *finder* looks for checkpoints while nothing is running: only then can they matter;
   * whoever sees a change of the store decides (`protocol.deciding`) and tries to publish; the compare-and-swap lets one win.
@@ -24,11 +24,8 @@ from keepstep.protocol.errors import JobMismatch, NoProgress, NoStateLeft, Repli
 from keepstep.protocol.ids import NO_DECISION, Incarnation, Rank, ReplicaId
 from keepstep.protocol.messages import (
     Checkpoint,
-    Decided,
     Decision,
-    Endpoint,
     Hello,
-    Peer,
     Policy,
     Report,
     Upward,
@@ -44,12 +41,13 @@ from keepstep.protocol.step import (
     layout_digest,
 )
 from keepstep.protocol.stuck import of_no_use
+from keepstep.runtime.decided import Outbox, encode_down
+from keepstep.runtime.endpoints import Endpoints
 from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.etcd_view import StoreView
 from keepstep.runtime.faults import Phase
 from keepstep.runtime.threads import in_thread
 from keepstep.runtime.tree import ControlTree
-from keepstep.runtime.wire import encode_frame
 
 log = logging.getLogger("keepstep")
 T = TypeVar("T")
@@ -98,6 +96,7 @@ class LeaderShell:
         self._report: Report | None = None
         self._report_written: Report | None = None
         self._report_wanted = asyncio.Event()
+        self._outbox = Outbox(settings.replica_id)
         self._decider = Decider(policy)
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: tuple[str, float] = ("", 0.0)
@@ -277,7 +276,7 @@ class LeaderShell:
             else:
                 if isinstance(effect.message, Verdict) and not effect.message.commit:
                     self._emit("retry", seq=effect.message.seq, reason=effect.message.reason)
-                await self._tree.broadcast(encode_frame(effect.message))
+                self._tree.broadcast(encode_down(effect.message))
 
     async def _tell_decided(self, decision: Decision) -> None:
         self._emit(
@@ -302,17 +301,12 @@ class LeaderShell:
             ],
         )
         size = self.machine.settings.size
-        tables: dict[tuple[ReplicaId, Incarnation], tuple[Endpoint, ...]] = {}
-        for m in decision.members:
-            who = m.replica_id, m.incarnation
+        tables: dict[tuple[ReplicaId, Incarnation], Endpoints] = {}
+        for who in self._outbox.news(decision):
             table = await self._persist(lambda who=who: self._store.get_endpoints(*who, ranks=size))  # type: ignore[misc]
             assert table is not None
             tables[who] = table
-        parts: dict[int, bytes] = {}
-        for rank in range(size):
-            peers = tuple(Peer(replica_id=r, incarnation=i, endpoint=table[rank]) for (r, i), table in tables.items())
-            parts[rank] = encode_frame(Decided(decision=decision, peers=peers))
-        await self._tree.scatter(b"", parts)
+        self._tree.scatter(*self._outbox.tell(decision, tables))
 
     # --- reporting --------------------------------------------------------------------------------------------
 

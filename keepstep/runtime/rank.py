@@ -37,15 +37,16 @@ from keepstep.protocol.messages import (
     LedgerState,
     Policy,
     Reader,
+    Said,
     Saved,
     StateName,
-    Upward,
     Verdict,
     Vote,
 )
 from keepstep.protocol.pace import PaceSettings
 from keepstep.protocol.step import StepSettings
 from keepstep.runtime.attempts import Attempts
+from keepstep.runtime.decided import Inbox
 from keepstep.runtime.engine import Engine
 from keepstep.runtime.engine_events import EngineSettings, RingBroken, RingReady, StepDone, StepFailed
 from keepstep.runtime.environment import Environment
@@ -58,7 +59,9 @@ from keepstep.runtime.restore import Restore
 from keepstep.runtime.state_fetcher import FetchedState, FetchHandle, StateFetcher
 from keepstep.runtime.state_server import StateServer
 from keepstep.runtime.tree import ControlTree
-from keepstep.runtime.wire import decode_frame, encode_frame
+from keepstep.runtime.tree_shape import TreeShape
+from keepstep.runtime.upward import said_together, send_up
+from keepstep.runtime.wire import decode_frame
 
 log = logging.getLogger("keepstep")
 T = TypeVar("T")
@@ -112,6 +115,7 @@ class RankRuntime:
         self._store: EtcdStore | None = None
         self._leader: LeaderShell | None = None
         self._early: list[tuple[int, bytes]] = []  # from ranks that were ready before the leader's main thread
+        self._inbox = Inbox(env.replica_id, env.incarnation)
         self._machine: RankMachine | None = None
         self._plane: DataPlane | None = None
         self._engine: Engine | None = None
@@ -148,8 +152,7 @@ class RankRuntime:
             welcome = make_welcome()
         self._tree = ControlTree(
             rank=env.rank,
-            size=env.world_size,
-            fan_out=env.fan_out,
+            shape=TreeShape(size=env.world_size, group=env.ranks_per_host, fan_out=env.fan_out),
             token=env.token,
             job=env.job,
             incarnation=self.incarnation,
@@ -159,6 +162,7 @@ class RankRuntime:
             welcome=welcome,
             on_down=self._on_down,
             on_up=self._on_up,
+            on_together=self._on_together,
             on_lost=self._on_lost,
         )
         return await self._tree.start(timeout)
@@ -255,7 +259,7 @@ class RankRuntime:
             for rank, payload in self._early:
                 self._on_up(rank, payload)
             self._early.clear()
-        await tree.send_up(encode_frame(hello))
+        send_up(tree, hello)
 
     # --- the main thread's calls ------------------------------------------------------------------------------
 
@@ -365,17 +369,21 @@ class RankRuntime:
 
     # --- control loop: messages in ----------------------------------------------------------------------------
 
-    def _on_down(self, common: bytes, own: bytes | None) -> None:
-        message = decode_frame(own or common)
+    def _on_down(self, common: bytes, record: bytes) -> None:
+        message = self._inbox.message(self._inbox.hear(common, record))
         if isinstance(message, Verdict) and not message.commit:
             self._attempts.drop(message.seq)
-        self._run(lambda machine: machine.on_message(message))  # type: ignore[arg-type]
+        self._run(lambda machine: machine.on_message(message))
 
     def _on_up(self, rank: int, payload: bytes) -> None:
         if self._leader is None:
             self._early.append((rank, payload))
             return
         self._leader.on_message(decode_frame(payload))  # type: ignore[arg-type]
+
+    def _on_together(self, topic: int, number: int, agreed: bool) -> None:
+        assert self._leader is not None, "nobody votes before all have said hello"
+        self._leader.on_message(said_together(topic, number, agreed))
 
     def _on_lost(self, rank: int, reason: str) -> None:
         if not self._closing and not (self._machine is not None and self._machine.left):
@@ -460,11 +468,11 @@ class RankRuntime:
             case rank_effects.SendUp():
                 self._spawn(self._send_up(effect.message))
 
-    async def _send_up(self, message: Upward) -> None:
+    async def _send_up(self, message: Said) -> None:
         assert self._tree is not None
         if isinstance(message, Vote):
             self.fault(Phase.BEFORE_VOTE)
-        await self._tree.send_up(encode_frame(message))
+        send_up(self._tree, message)
         if isinstance(message, Vote):
             self.fault(Phase.BETWEEN_VOTE_AND_COMMIT)
 

@@ -19,9 +19,10 @@ RSS_MIB = 2048
 CASE_S = 10
 INSTRUMENTED = [
     "keepstep.protocol", "keepstep.runtime.wire", "keepstep.runtime.handshake", "keepstep.runtime.links",
-    "keepstep.runtime.shared_memory", "keepstep.runtime.tree", "keepstep.runtime.etcd_view",
-    "keepstep.runtime.state_connection", "keepstep.runtime.state_fetcher", "keepstep.runtime.environment",
-    "keepstep.runtime.faults", "keepstep.runtime.checkpoint_store", "keepstep.observe", "http.client", "json.decoder",
+    "keepstep.runtime.shared_memory", "keepstep.runtime.tree", "keepstep.runtime.tree_wire",
+    "keepstep.runtime.decided", "keepstep.runtime.etcd_view", "keepstep.runtime.state_connection",
+    "keepstep.runtime.state_fetcher", "keepstep.runtime.environment", "keepstep.runtime.faults",
+    "keepstep.runtime.checkpoint_store", "keepstep.observe", "http.client", "json.decoder",
 ]  # fmt: skip
 
 

@@ -13,9 +13,9 @@ import os
 import socket
 import struct
 import tempfile
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +62,8 @@ from keepstep.protocol.messages import (
 )
 from keepstep.protocol.quorum import chain, decide, speculate
 from keepstep.runtime.checkpoint_store import MANIFEST, CheckpointStore, FileRow, Manifest, Part
+from keepstep.runtime.decided import Inbox, Outbox, encode_down
+from keepstep.runtime.endpoints import Endpoints, endpoint_in
 from keepstep.runtime.environment import Environment
 from keepstep.runtime.etcd_members import parse_url
 from keepstep.runtime.etcd_view import Reading
@@ -86,7 +88,11 @@ from keepstep.runtime.shared_memory import SLOTS, Segment, SharedReceiveLink
 from keepstep.runtime.state_connection import Connection, Refused
 from keepstep.runtime.state_fetcher import _total_of
 from keepstep.runtime.state_http import CHECKSUM, PROOF, Signer
-from keepstep.runtime.tree import ControlTree, _Answer, _Call, _Down, _Tick, _Up
+from keepstep.runtime.tree import MAX_FRAME, ControlTree
+from keepstep.runtime.tree_joining import MAX_CALL, _Answer, _Call
+from keepstep.runtime.tree_shape import TreeShape
+from keepstep.runtime.tree_wire import Wire
+from keepstep.runtime.upward import said_together
 from keepstep.runtime.wire import MALFORMED, decode, decode_frame, encode, encode_frame, unpack
 
 CHUNK = 1 << 12
@@ -260,33 +266,47 @@ def header(number: int, length: int = 0, seq: int = 3) -> bytes:
 
 
 class Pipe:
-    """A StreamWriter whose reader answers with proofs, as somebody with the token would."""
+    """A transport whose other end answers with proofs, as somebody with the token would."""
 
-    def __init__(self, reader: asyncio.StreamReader, call: bytes, honest: bool) -> None:
-        self._reader, self._call, self._honest = reader, call, honest
-        self.transport = types.SimpleNamespace(abort=self.close)
-        self.closed, self.sent = False, 0
+    def __init__(self, call: bytes, honest: bool) -> None:
+        self._call, self._honest = call, honest
+        self.closed = False
+        self.wire: Wire | None = None
 
     def write(self, data: bytes) -> None:
-        self.sent += len(data)
-        if self._honest:
+        if self._honest and self.wire is not None:
             import hashlib
             import hmac
 
             self._honest = False
             nonce, _ = msgspec.msgpack.decode(data[4:], type=tuple[str, bytes])
             text = f"tree/client/{nonce}/".encode() + self._call
-            self._reader.feed_data(framed(hmac.new(TOKEN, text, hashlib.sha256).digest()))
-            self._reader.feed_eof()
-
-    async def drain(self) -> None:
-        pass
+            feed(self.wire, framed(hmac.new(TOKEN, text, hashlib.sha256).digest()))
+            self.wire.eof_received()
 
     def close(self) -> None:
         self.closed = True
 
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
     def get_extra_info(self, _: str) -> tuple[str, int]:
         return "127.0.0.1", 9
+
+
+def feed(wire: Wire, data: bytes) -> None:
+    """As the loop would, as much at a time as there is room for."""
+    while data:
+        room = wire.get_buffer(-1)
+        piece, data = data[: len(room)], data[len(room) :]
+        room[: len(piece)] = piece
+        wire.buffer_updated(len(piece))
 
 
 _loop = asyncio.new_event_loop()
@@ -297,28 +317,32 @@ def tree(lost: list[Any] | None = None) -> ControlTree:
         decode_frame(payload)
 
     return ControlTree(
-        rank=0, size=5, fan_out=2, token=TOKEN, job="j", incarnation="i", host="127.0.0.1", leader_address=None,
-        listen_fd=None, welcome=b"hi", on_down=lambda *_: None, on_up=on_up,
-        on_lost=lambda *why: lost.append(why) if lost is not None else None,
+        rank=0, shape=TreeShape(size=5, group=1, fan_out=2), token=TOKEN, job="j", incarnation="i", host="127.0.0.1",
+        leader_address=None, listen_fd=None, welcome=b"hi", on_down=lambda *_: None, on_up=on_up,
+        on_together=said_together, on_lost=lambda *why: lost.append(why) if lost is not None else None,
     )  # fmt: skip
+
+
+def wire_to(pipe: Pipe, limit: int) -> Wire:
+    pipe.wire = Wire(limit)
+    pipe.wire.transport = pipe  # type: ignore[assignment]
+    return pipe.wire
 
 
 def _called(data: bytes, honest: bool) -> None:
     async def run() -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(framed(data) if honest else data)
+        node, pipe = tree(), Pipe(data, honest)
+        wire = wire_to(pipe, MAX_CALL)
+        feed(wire, framed(data) if honest else data)
         if not honest:
-            reader.feed_eof()
-        node = tree()
-        pipe = Pipe(reader, data, honest)
+            wire.eof_received()
+        assert node._doorkeeper is not None
         with contextlib.suppress(TimeoutError):  # a rank whose parent is not there yet is kept waiting
-            await asyncio.wait_for(node._called(reader, pipe), 0.02)  # type: ignore[arg-type]
-        assert not node._strangers
+            await asyncio.wait_for(node._doorkeeper.greet(wire), 0.02)
+        assert not node._doorkeeper.strangers
         if not honest:
             assert pipe.closed
-            assert all(child.writer is None for child in node._children.values()), "it was let in"
-        for task in list(node._tasks):
-            await task
+            assert all(child.wire is None for child in node._children.values()), "it was let in"
 
     _loop.run_until_complete(run())
 
@@ -334,17 +358,18 @@ def tree_caller(data: bytes) -> None:
 
 
 def tree_frames(data: bytes) -> None:
-    """What comes over a link of the tree. It is lost at the end, whatever came."""
+    """What comes over a link of the tree, from below and from above. It is lost at the end, whatever came."""
 
     async def run() -> None:
-        reader, lost = asyncio.StreamReader(), list[Any]()
-        reader.feed_data(data)
-        reader.feed_eof()
-        node = tree(lost)
-        link = node._children[1]
-        link.writer = Pipe(reader, b"", False)  # type: ignore[assignment]
-        await node._read(1, link, reader)
-        assert len(lost) == 1
+        for above in (False, True):
+            lost = list[Any]()
+            node = tree(lost)
+            link = node._parent if above else node._children[1]
+            wire = wire_to(Pipe(b"", False), MAX_FRAME)
+            node._use(1, link, wire, node._heard_from_above if above else partial(node._heard_from_below, 1))
+            feed(wire, data)
+            wire.eof_received()
+            assert len(lost) == 1
 
     _loop.run_until_complete(run())
 
@@ -353,6 +378,22 @@ def tree_answer(data: bytes) -> None:
     """What the other end says about who may come where."""
     with contextlib.suppress(RemoteProtocolError):
         unpack(data, _Answer, "greeting")
+
+
+def together(data: bytes) -> None:
+    """What all ranks of a replica are said to have said."""
+    with contextlib.suppress(RemoteProtocolError, struct.error):
+        said_together(*struct.unpack("<BQ?", data))
+
+
+def told(data: bytes) -> None:
+    """What a rank hears: the common bytes, and the end of them as its own record, however long that is."""
+    for cut in (len(data), len(data) - len(ANNOUNCED[1])):
+        member = DECISION.members[0]
+        inbox = Inbox(member.replica_id, member.incarnation)
+        with contextlib.suppress(RemoteProtocolError):
+            for _ in range(2):
+                inbox.message(inbox.hear(data[:cut], data[cut:]))
 
 
 def control_message(data: bytes) -> None:
@@ -391,6 +432,16 @@ OTHERS = (
     replace(REPORT, replica_id=ReplicaId(1), incarnation=Incarnation("life-1"), state=None, materialized=False),
     replace(REPORT, replica_id=ReplicaId(2), incarnation=Incarnation("life-2")),
 )
+
+
+def announced() -> tuple[bytes, bytes]:
+    """What the leader of the first member says about DECISION, with the addresses of its neighbours."""
+    outbox = Outbox(DECISION.members[0].replica_id)
+    common, record, _ = outbox.tell(DECISION, {life: Endpoints.of(ENDPOINTS) for life in outbox.news(DECISION)})
+    return common, record
+
+
+ANNOUNCED = announced()
 
 
 def put(key: bytes, value: bytes, revision: int) -> Any:
@@ -461,7 +512,8 @@ def store_request(data: bytes) -> None:
 def store_endpoints(data: bytes) -> None:
     """Where the ranks of a replica listen."""
     with contextlib.suppress(RemoteProtocolError):
-        for endpoint in decode(data, tuple[Endpoint, ...]):
+        table = decode(data, Endpoints)
+        for endpoint in map(endpoint_in, table.records(table.host_length)[:100]):
             with socket.socket(socket.AF_INET) as sock:
                 sock.setblocking(False)
                 if endpoint.host == "127.0.0.1":  # any other would be looked up
@@ -583,12 +635,14 @@ MESSAGES = (
     RingBroken(rank=Rank(0), quorum_id=QUORUM, suspect=None, reason="because"),
     Loaded(rank=Rank(0), state=state(1, 2)),
 )
+UP = b"\1\0\0\0" + encode_frame(MESSAGES[7])
+DOWN = b"d" + struct.pack("<HI", 1, len(ANNOUNCED[0])) + ANNOUNCED[0] + bytes(5)
 FRAMES = tuple(
-    framed(msgspec.msgpack.encode(frame))
-    for frame in (_Down(b"x", {1: b"y"}), _Up(1, encode_frame(MESSAGES[7])), _Tick())
+    framed(frame)
+    for frame in (b"u" + UP, b"o" + UP[:4] + b"\1k" + UP[4:], b"t" + struct.pack("<?BQ", True, 1, 3), b".", DOWN)
 )
 DEEP = tuple(opening * 3000 for opening in (b"\x91", b"\x81\xa1x", b"[", b'{"x":'))
-CALL = msgspec.msgpack.encode(_Call("j", "i", 1, 4000, "0" * 32))
+CALL = msgspec.msgpack.encode(_Call("j", "i", 1, 4000, "0" * 32, 1, 2))
 
 TARGETS: dict[str, Target] = {
     "welcome": Target(garbled_welcome, (framed(HELLO), framed(HELLO) + framed(bytes(32)))),
@@ -618,6 +672,8 @@ TARGETS: dict[str, Target] = {
         (msgspec.msgpack.encode(_Answer(welcome=b"hi")), msgspec.msgpack.encode(_Answer(parent=("127.0.0.1", 4)))),
     ),
     "control message": Target(control_message, tuple(encode_frame(message) for message in MESSAGES)),
+    "said together": Target(together, (struct.pack("<BQ?", 1, 3, True), struct.pack("<BQ?", 2, 3, False))),
+    "told": Target(told, (ANNOUNCED[0] + ANNOUNCED[1], b"c" + bytes(8), b"v" + bytes(8), encode_down(MESSAGES[1]))),
     "report": Target(store_report, (encode(REPORT), encode(replace(REPORT, ledger=STREAMS)), encode(OTHERS[0]))),
     "decision": Target(
         store_decision,
@@ -634,7 +690,7 @@ TARGETS: dict[str, Target] = {
         store_request, tuple(encode(Request(request_id="1", leave=leave, by="me")) for leave in (True, False))
     ),
     "checkpoint manifest": Target(checkpoint_manifest, (encode(MANIFESTED),)),
-    "endpoints": Target(store_endpoints, (encode(ENDPOINTS), encode(ENDPOINTS * 3))),
+    "endpoints": Target(store_endpoints, (encode(Endpoints.of(ENDPOINTS)), encode(Endpoints.of(ENDPOINTS * 3)))),
     "http answer": Target(http_answer, (signed(b"{}"), b"HTTP/1.1 401 no\r\nX-Keepstep-Challenge: 0\r\n\r\n")),
     "manifest": Target(manifest, (b'{"total": 100, "tensors": [], "values": {}}',)),
     "environment": Target(environment, tuple(f"{name}={value}".encode() for name, value in ENV.items())),

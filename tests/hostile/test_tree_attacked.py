@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import struct
 
 import msgspec
 import pytest
@@ -10,18 +11,19 @@ from attackers import KINDS, attacked
 from bounds import measured
 from test_tree import Node, free_port, grow
 
-from keepstep.runtime import tree as trees
-from keepstep.runtime.tree import AT_ONCE, MAX_STRANGERS, _Call
+from keepstep.runtime import tree_joining
+from keepstep.runtime.tree_joining import AT_ONCE, MAX_STRANGERS, _Call
 
 SIZE = 7
 
 
 async def talk(nodes: list[Node], word: bytes) -> None:
     """Something to everybody, and an answer from each."""
-    await nodes[0].tree.broadcast(word)
+    nodes[0].tree.broadcast(word)
     for node in nodes:
-        await node.until(lambda node=node: node.down[-1:] == [(word, None)])  # type: ignore[misc]
-    await asyncio.gather(*(node.tree.send_up(word) for node in nodes))
+        await node.until(lambda node=node: node.down[-1:] == [(word, b"")])  # type: ignore[misc]
+    for node in nodes:
+        node.tree.send_up(word)
     await nodes[0].until(lambda: [w for _, w in nodes[0].up].count(word) == len(nodes))
 
 
@@ -106,7 +108,7 @@ def test_a_recorded_greeting_takes_no_ranks_place() -> None:
             writer.write(said)
             await reader.read(500)
             assert await reader.read(500) == b"", "it is hung up on"
-            assert root.tree._children[1].writer is None
+            assert root.tree._children[1].wire is None
             writer.close()
             await child.tree.start(20)
             await talk([root, child], b"word")
@@ -123,7 +125,8 @@ def test_a_rank_that_had_to_make_room_tries_again() -> None:
         port = free_port()
         nodes = [Node(rank, SIZE, port) for rank in range(SIZE)]
         await nodes[0].tree.start(20)
-        nodes[0].tree._strangers_max = 2
+        assert nodes[0].tree._doorkeeper is not None
+        nodes[0].tree._doorkeeper.strangers_max = 2
         silent = [socket.create_connection(("127.0.0.1", port))]
         try:
             await asyncio.gather(*(node.tree.start(20) for node in nodes[1:]))
@@ -138,17 +141,20 @@ def test_a_rank_that_had_to_make_room_tries_again() -> None:
 @pytest.mark.parametrize("port", [-1, 65536, 1 << 40])
 def test_a_port_that_cannot_be_is_refused(port: int) -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(_Call("j", "i", 1, port, "n")), type=_Call)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(_Call("j", "i", 1, port, "n", 1, 32)), type=_Call)
 
 
-@pytest.mark.parametrize("frame", [b"\xff" * 9, b"\x81\xa1x" + b"\x91" * 5000, b"\x81\xa4type\xa4\xff\xff\xff\xff"])
+@pytest.mark.parametrize(
+    "frame",
+    [b"\xff" * 9, b"", b"u\x01", b"u\x02\0\0\0", b"o\x01\0\0", b"t", b"t\x01\x01\x07", b"t" + b"\x01" * 11, b"d"],
+)
 def test_a_child_that_sends_nonsense_is_lost_at_once(frame: bytes) -> None:
     async def run() -> None:
         nodes = await grow(2)
         try:
-            writer = nodes[1].tree._parent.writer
-            assert writer is not None
-            trees._send(writer, frame)
+            wire = nodes[1].tree._parent.wire
+            assert wire is not None
+            wire.send(frame)
             await nodes[0].until(lambda: bool(nodes[0].lost))
             assert "malformed frame" in nodes[0].lost[0][1]
         finally:
@@ -157,19 +163,60 @@ def test_a_child_that_sends_nonsense_is_lost_at_once(frame: bytes) -> None:
     asyncio.run(run())
 
 
-def test_half_open_callers_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "GREET_S", 0.1)
+@pytest.mark.parametrize(
+    "frame", [b"", b"t\x01\x01" + bytes(8), b"d", b"d\0\0\xff\xff\xff\xff", b"d\x01\0\0\0\0\0", b"d\0\0\0\0\0\0more"]
+)
+def test_a_parent_that_sends_nonsense_is_lost_at_once(frame: bytes) -> None:
+    """Too short, what only goes up, more common bytes than there are, no record where one is announced, and one where none is."""
 
     async def run() -> None:
         nodes = await grow(2)
         try:
-            server = nodes[0].tree._server
-            assert server is not None
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            wire = nodes[0].tree._children[1].wire
+            assert wire is not None
+            wire.send(frame)
+            await nodes[1].until(lambda: bool(nodes[1].lost))
+            assert "malformed frame" in nodes[1].lost[0][1]
+            assert not nodes[1].down
+        finally:
+            await close(nodes)
+
+    asyncio.run(run())
+
+
+def test_nobody_speaks_for_a_rank_of_another_child() -> None:
+    """A child with the token can say what it likes of those below it, as often as it likes; the others are still waited for."""
+
+    async def run() -> None:
+        nodes = await grow(SIZE)
+        try:
+            wire = nodes[1].tree._parent.wire
+            assert wire is not None
+            for number in (5, 5, 5, 1 << 63, 5):
+                wire.send(b"t" + struct.pack("<?BQ", True, 1, number))
+            nodes[1].tree.send_up(b"end")
+            await nodes[0].until(lambda: (1, b"end") in nodes[0].up)
+            nodes[0].tree.say_together(1, 5, True)
+            assert not nodes[0].together
+        finally:
+            await close(nodes)
+
+    asyncio.run(run())
+
+
+def test_half_open_callers_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_joining, "GREET_S", 0.1)
+
+    async def run() -> None:
+        nodes = await grow(2)
+        try:
+            doorkeeper = nodes[0].tree._doorkeeper
+            assert doorkeeper is not None
+            reader, writer = await asyncio.open_connection("127.0.0.1", doorkeeper.port)
             writer.write(b"\x10\x00")
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.wait_for(reader.read(100), 10) == b""
-            assert not nodes[0].tree._strangers
+            assert not doorkeeper.strangers
             writer.close()
         finally:
             await close(nodes)

@@ -61,6 +61,16 @@ def test_a_worker_dies_while_it_serves_state(tmp_path: Path, rank: int) -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("phase", ["before_vote", "between_vote_and_commit", "optimizer_step"])
+def test_a_rank_dies_that_others_vote_through(tmp_path: Path, phase: str) -> None:
+    """The control tree is a chain: rank 1 passes on what ranks 2 and 3 say, with its own vote."""
+    shape = ("--replicas", "2", "--ranks-per-replica", "4", "--fault", f"kill replica=1 rank=1 step=8 phase={phase}")
+    result = run(tmp_path, *shape, args=ARGS, KEEPSTEP_RANKS_PER_HOST="1", KEEPSTEP_FAN_OUT="1", timeout=200)
+    assert len(result.shots()) == 1, "the fault was not injected"
+    check(result, 2)
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize("rank", [0, 1], ids=["leader", "other"])
 def test_a_rank_freezes(tmp_path: Path, rank: int) -> None:
     """Its silence is noticed, by the other replicas first; then its own replica gives it up, and is rebuilt."""
