@@ -1,4 +1,5 @@
-"""The command line: `keepstep run`, `agent`, `status`, `report`, `drain`, `add`, `stop`, `simulate`, `plan`, `demo`, `version`.
+"""The command line: `keepstep run`, `agent`, `status`, `report`, `drain`, `add`, `stop`, `simulate`, `plan`, `scale quorum`,
+`demo`, `version`.
 
 Thin: options to settings, errors to one sentence on stderr and exit code 78. What a command needs is imported when it runs, so
 that `keepstep --help` is quick.
@@ -24,6 +25,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+scale = typer.Typer(help="Measure the control plane with more ranks than fit on this machine.", no_args_is_help=True)
+app.add_typer(scale, name="scale")
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -321,6 +324,30 @@ def plan(
         needs, replicas=replicas, topology=topology, seed=seed, seeds=seeds, days=days, json_file=json_file, out=out
     )
     typer.echo(told)
+
+
+@scale.command("quorum")
+def scale_quorum(
+    replicas: Annotated[int, typer.Option(help="replicas, each a process here")] = 12,
+    ranks: Annotated[int, typer.Option(help="ranks of a replica")] = 8192,
+    ranks_per_host: Annotated[int, typer.Option(help="ranks that share a host, and a socket here")] = 8,
+    rounds: Annotated[int, typer.Option(help="rounds of each kind")] = 20,
+    fan_out: Annotated[int, typer.Option(help="hosts below a host in the control tree")] = 32,
+    sockets: Annotated[bool, typer.Option("--sockets", help="a socket for each rank")] = False,
+    machines: Annotated[bool, typer.Option("--machines", help="also run each rank's state machine")] = False,
+    curve: Annotated[bool, typer.Option("--curve", help="also with fewer ranks, and one replica alone")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the numbers here")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the picture here")] = None,
+) -> None:
+    """Measure how long a decision takes with many ranks: steady, one replica lost, one back."""
+    from keepstep.scale.quorum import Settings
+    from keepstep.scale.quorum_table import quorum
+
+    settings = Settings(
+        replicas=replicas, ranks=ranks, ranks_per_host=ranks_per_host, fan_out=fan_out, rounds=rounds, sockets=sockets,
+        machines=machines,
+    )  # fmt: skip
+    typer.echo(quorum(settings, curve=curve, json_file=json_file, out=out, say=typer.echo))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The pictures of `keepstep simulate` and `keepstep plan`. Drawing only; needs matplotlib, without it ConfigError."""
+"""The pictures of `keepstep simulate`, `plan` and `scale quorum`. Drawing only; needs matplotlib, without it ConfigError."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,6 +91,22 @@ def trade_off(points: Sequence[tuple[int, Spread, float]], *, limit: float, chos
             a + b for a, b in zip(axes.get_legend_handles_labels(), other.get_legend_handles_labels(), strict=True)
         )
         axes.legend(handles, names, frameon=False, loc="center", bbox_to_anchor=(0.5, 0.6))
+
+
+def quorum(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Seconds of a decision over the number of ranks."""
+    kinds = (("change", "one replica lost", LOST), ("rejoin", "one back", CATCHING_UP), ("steady", "steady", WORKERS))
+    with _figure(path, "From the last rank's vote to the last rank's decision", (8.5, 4.6)) as axes:
+        for kind, name, colour in (*kinds, ("commit", "commit alone", "#8f7fc0")):
+            points = [r for r in results if r[f"{kind}_median_s"] is not None]
+            x = [r["ranks"] / 1000 for r in points]
+            axes.plot(x, [r[f"{kind}_median_s"] for r in points], color=colour, marker="o", markersize=4, label=name)
+            low, high = ([r[f"{kind}_s"][end] for r in points] for end in ("p10", "p90"))
+            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.set_xlabel("thousand ranks")
+        axes.set_ylabel("seconds; shaded: 10 to 90% of the rounds")
+        axes.set_ylim(bottom=0)
+        _legend(axes)
 
 
 class _figure:
