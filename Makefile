@@ -72,10 +72,11 @@ bench-allreduce: setup-bench  ## sums over 2 to 8 processes, beside gloo and tor
 bench-model: setup  ## the recovery-time model beside real jobs under kill -9; a quarter of an hour, on a quiet machine
 	$(BIN)/python benchmarks/validate_model.py --json docs/results/validate_model.json
 
-scale: setup  ## what docs/scale.md shows: the recovery-time model and the plan of a job of 98,304 GPUs
+scale: setup  ## what docs/scale.md shows of 98,304 GPUs: the recovery-time model, a plan, the quorum; a quarter of an hour
 	$(BIN)/keepstep simulate --sizes --json docs/results/simulate.json --out docs/results
 	$(BIN)/keepstep plan --json docs/results/plan.json --out docs/results
 	$(BIN)/keepstep plan --replicas 12 --topology examples/topology.toml
+	$(BIN)/keepstep scale quorum --curve --json docs/results/quorum.json --out docs/results
 
 format: setup
 	$(BIN)/ruff format .
