@@ -83,12 +83,10 @@ class System:
         return sorted(found, key=lambda r: r["mono"])
 
 
-class Keepstep(System):
-    name = "keepstep"
+class Launched(System):
+    """One process, which starts the others and restarts them."""
 
-    def start(self) -> None:
-        run = ["-m", "keepstep", "run", "--run-dir", str(self.folder / "run"), "--replicas", str(REPLICAS)]
-        self.process = self.spawn([*run, "--max-restarts", "1000", str(HERE / "kill_keepstep.py")])
+    process: subprocess.Popen[bytes]
 
     def running(self) -> bool:
         return self.process.poll() is None
@@ -97,6 +95,15 @@ class Keepstep(System):
         if self.running():
             self.process.send_signal(signal.SIGINT)
         self.process.wait(30)
+
+
+class Keepstep(Launched):
+    name, script = "keepstep", "kill_keepstep.py"
+    options: tuple[str, ...] = ()
+
+    def start(self) -> None:
+        run = ["-m", "keepstep", "run", "--run-dir", str(self.folder / "run"), "--replicas", str(REPLICAS)]
+        self.process = self.spawn([*run, "--max-restarts", "1000", *self.options, str(HERE / self.script)])
 
 
 class Scripts(System):

@@ -1,4 +1,4 @@
-"""What every system in `kill.py` trains: about 20M parameters, the same batches, the same optimizer."""
+"""What every system in `kill.py` and `operations.py` trains: the same model, batches and optimizer."""
 
 import json
 import os
@@ -10,14 +10,14 @@ import torch
 import xxhash
 from torch import nn
 
-WIDTH, BATCH = 1024, 16
+WIDTH, BATCH = int(os.environ.get("KILL_WIDTH", "1024")), 16
 BUCKET_MB = 25
 DIGEST_EVERY = 20
 DEVICE_S = float(os.environ.get("KILL_DEVICE_S", "0"))
 
 
 def build() -> nn.Module:
-    """21M parameters in six layers, 84 MB of gradients."""
+    """Six layers; at the width of 1024 21M parameters, 84 MB of gradients."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(2):
@@ -65,8 +65,8 @@ class Journal:
         self._common = {"replica": int(os.environ["KILL_REPLICA"]), "pid": os.getpid()}
         self._file = self._path.open("a", buffering=1)
 
-    def write(self, model: nn.Module, step: int, members: int, *, committed: bool = True) -> None:
-        row: dict[str, Any] = {**self._common, "step": step, "members": members, "committed": committed}
+    def write(self, model: nn.Module, step: int, members: int, *, committed: bool = True, **more: int) -> None:
+        row: dict[str, Any] = {**self._common, "step": step, "members": members, "committed": committed, **more}
         row["mono"] = time.monotonic()
         if committed and step % DIGEST_EVERY == 0:
             row["digest"] = digest(model)
