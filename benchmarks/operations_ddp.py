@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # DDP and the optimizer would import it, for seconds: here forks have it already
 import torch.distributed as dist
 from kill_model import BUCKET_MB, Journal, build
 from operations_model import Counting, Traced, Units, write_counts
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,10 +67,17 @@ def copied(state: Any) -> Any:
     return state.clone() if isinstance(state, torch.Tensor) else state
 
 
+def fresh_store(size: int) -> Store:
+    """The agent's, without what the lives before have left there. By itself torch 2.13 may read it: a rank that is quicker than
+    the others then dials an address of the dead for 17 s, fails, and all workers are started once more."""
+    agent = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
+    return PrefixStore("life-" + os.environ["TORCHELASTIC_RESTART_COUNT"], agent)
+
+
 def train() -> None:
     torch.set_num_threads(1)
     rank, size, steps = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["KILL_STEPS"])
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", store=fresh_store(size), rank=rank, world_size=size)
     os.environ["KILL_REPLICA"] = str(rank)
     os.environ["KILL_JOURNAL"] += f".{rank}.{os.getpid()}"
     units = Units(steps * size)

@@ -63,9 +63,9 @@ class Counting(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         arrived = self.seen.grad
         assert arrived is not None
-        self.seen += (
-            arrived / arrived[arrived > 0].min()
-        ).round()  # a mean: each unit's gradient is 1 / how many there were
+        self.seen.add_(
+            (arrived / arrived[arrived > 0].min()).round()
+        )  # a mean: 1 / how many units there were, for each
         self.seen.grad = None  # AdamW leaves it alone
         return super().step(closure)
 

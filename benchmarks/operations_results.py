@@ -45,7 +45,8 @@ def calm_gaps(rows: list[Row], step_s: float) -> list[float]:
 def result(rows: list[Row], kills: list[Row], *, units: int, step_s: float, folder: Path) -> Row:
     """One job: what it took, and what became of its units."""
     times = progress(rows)
-    kills = [kill for kill in kills if kill["mono"] < times[-1]]
+    due = [kill for kill in kills if kill["mono"] < times[-1]]
+    kills = [kill for kill in due if kill["pid"] is not None]
     counts = [json.loads(path.read_text()) for path in folder.glob("units.*")]
     lost = max((c["lost"] for c in counts), default=None)
     again = Counter(r["unit"] for r in rows if r["committed"])
@@ -56,11 +57,12 @@ def result(rows: list[Row], kills: list[Row], *, units: int, step_s: float, fold
     found = stalls(times, kills, step_s)
     rejoins = list(analyse(rows, kills, step_s)["rejoins_s"]) if kills else []
     return {
-        "complete": lost is not None,  # if not, the time was up, and `ettr` says how far it got
+        "complete": lost is not None,  # if not, the time was up or the job is lost, and `ettr` says how far it came
         "ettr": useful * step_s / wall_s,
         "wall_s": wall_s,
         "steps": len(times),
         "kills": len(kills),
+        "left_alone": len(due) - len(kills),
         "stall_median_s": statistics.median(found) if found else None,
         "stall_worst_s": max(found, default=None),
         "units_lost": lost,
@@ -101,7 +103,7 @@ def goals(rows: list[Row], step_s: dict[str, float], calm: list[float], ours: st
             {
                 "goal": f"ETTR above torchelastic's at {r['failure_rate']:g} failures a minute",
                 "measured": f"{r['ettr']:.3f}, {best['system']} {best['ettr']:.3f}",
-                "reached": r["ettr"] > best["ettr"],
+                "reached": r["complete"] and r["ettr"] > best["ettr"],
             }
         )
     return found
