@@ -1,10 +1,10 @@
-# make setup | demo | test | test-faults | soak | soak-noise | soak-simulation | exhaustive | fuzz | bench-kill | bench-allreduce | bench-model | scale | format
+# make setup | demo | test | test-faults | soak | soak-noise | soak-simulation | exhaustive | fuzz | bench-kill | bench-operations | bench-allreduce | bench-model | scale | format
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo test lint unit test-faults soak soak-noise soak-simulation exhaustive fuzz bench-kill bench-allreduce bench-model scale format clean
+.PHONY: help setup setup-bench demo test lint unit test-faults soak soak-noise soak-simulation exhaustive fuzz bench-kill bench-operations bench-allreduce bench-model scale format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -65,6 +65,10 @@ fuzz: setup  ## every parser of bytes from outside, guided by coverage, for SECO
 
 bench-kill: setup-bench  ## survivors' stall after a kill, beside torchft and plain gloo
 	$(BIN)/python benchmarks/kill.py
+
+bench-operations: setup  ## the same failures at three rates beside torchelastic: ETTR, stalls, units; about 15 minutes
+	$(BIN)/python benchmarks/operations.py --json docs/results/operations.json --out runs/bench-operations
+	cp runs/bench-operations/operations.png docs/results/
 
 bench-allreduce: setup-bench  ## sums over 2 to 8 processes, beside gloo and torchft; as root for all of it
 	$(BIN)/python benchmarks/allreduce.py --json runs/bench-allreduce/allreduce.json

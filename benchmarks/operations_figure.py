@@ -10,7 +10,7 @@ STYLES = {"keepstep": (WORKERS, "o"), "torchelastic, forked": ("#2f6fbb", "s"), 
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Two panels."""
+    """Two panels. A job that did not end is crossed out."""
     pyplot = plots.pyplot()
     rows = [r for r in report["rows"] if r["failure_rate"]]
     rates = sorted({r["failure_rate"] for r in rows})
@@ -23,6 +23,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
             left.plot(
                 [r["failure_rate"] for r in mine], [r["ettr"] for r in mine], color=colour, marker=marker, label=system
             )
+            lost = [r for r in mine if not r["complete"]]
+            left.plot([r["failure_rate"] for r in lost], [r["ettr"] for r in lost], "x", color=colour, markersize=14)
             for r in mine:
                 x = rates.index(r["failure_rate"]) + 0.22 * (number - 1)
                 floor = [max(s, 0.01) for s in r["stalls_s"]]
