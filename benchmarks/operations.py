@@ -19,7 +19,7 @@ where C is what one costs a step, measured first.
 
     ettr             useful time / wall time. Useful are (units in the weights / 3) steps, each as long as the median of the same
                      system undisturbed. So a step of two replicas counts two thirds, and what is thrown away counts nothing. Wall
-                     time is from the first commit to the last
+                     time is from the first commit to the last. A job that does not end has 0
     stall            the longest gap between two steps that are further than the job ever was, of the two that end after the kill,
                      minus a steady step. Kills in one gap count as one
     rejoin           keepstep only: the longest gap of a survivor in the 6 steps around the victim's return, minus a steady step

@@ -52,12 +52,12 @@ def result(rows: list[Row], kills: list[Row], *, units: int, step_s: float, fold
     again = Counter(r["unit"] for r in rows if r["committed"])
     wall_s = times[-1] - times[0]
     useful = (
-        units - lost if lost is not None else len(times) * REPLICAS
-    ) / REPLICAS - 1  # the clock starts after the first step
+        max(0.0, (units - lost) / REPLICAS - 1) if lost is not None else 0.0
+    )  # the clock starts after the first step
     found = stalls(times, kills, step_s)
     rejoins = list(analyse(rows, kills, step_s)["rejoins_s"]) if kills else []
     return {
-        "complete": lost is not None,  # if not, the time was up or the job is lost, and `ettr` says how far it came
+        "complete": lost is not None,  # if not, the job is lost or the time was up: nobody has the weights
         "ettr": useful * step_s / wall_s,
         "wall_s": wall_s,
         "steps": len(times),
