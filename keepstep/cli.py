@@ -165,6 +165,43 @@ def _own(args: list[str] | None) -> tuple[str, ...]:
     return tuple(args[1:] if args[:1] == ["--"] else args) if args else ()
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def shadow(
+    script: Annotated[Path, typer.Argument(help="the training script, unchanged")],
+    args: Annotated[list[str] | None, typer.Argument(help="its own arguments, after --")] = None,
+    replicas: Annotated[int, typer.Option(help="copies of the model, the units of failure")] = 2,
+    ranks_per_replica: Annotated[int, typer.Option(help="processes that share one copy")] = 1,
+    step_s: Annotated[float, typer.Option(help="seconds that a step computes")] = 0.0,
+    state_fraction: Annotated[float, typer.Option(help="of the true bytes that move and are saved")] = 0.001,
+    run_dir: Annotated[Path | None, typer.Option(help="where logs and events go [default: runs/SCRIPT-TIME]")] = None,
+    min_replicas: Annotated[int, typer.Option(help="wait when fewer could train")] = 1,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="save states here")] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="steps between two checkpoints")] = 100,
+    fault: Annotated[
+        list[str] | None, typer.Option(help='"kill replica=1 rank=0 step=5 phase=in_exchange"; may be repeated')
+    ] = None,
+) -> None:
+    """Rehearse SCRIPT without devices: everything real but the computing, on shapes. See docs/scale.md."""
+    from keepstep.launch.settings import LaunchSettings
+    from keepstep.shadow.run import run_shadow
+    from keepstep.shadow.settings import ShadowSettings
+
+    shadow_settings = ShadowSettings(step_s=step_s, state_fraction=state_fraction)
+    own = list(args or ())
+    settings = LaunchSettings.checked(
+        script,
+        tuple(own[1:] if own[:1] == ["--"] else own),
+        replicas=replicas,
+        ranks=ranks_per_replica,
+        run_dir=run_dir,
+        min_replicas=min_replicas,
+        faults=tuple(fault or ()),
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+    )
+    raise typer.Exit(run_shadow(settings, shadow_settings))
+
+
 RunDir = Annotated[Path | None, typer.Argument(help="the --run-dir of a run on this machine")]
 Store = Annotated[str | None, typer.Option(help="instead: etcd://HOST:PORT[,HOST:PORT...] of the job's store")]
 JobName = Annotated[str | None, typer.Option(help="with --store: the job's name")]

@@ -62,6 +62,8 @@ def _code_of(end: SystemExit) -> int:
 
 def main() -> None:
     tie_to_parent(int(os.environ.pop("KEEPSTEP_PARENT")))
+    if preload := os.environ.get("KEEPSTEP_PRELOAD"):  # `keepstep shadow`: what replaces the device
+        __import__(preload)
     become(sys.argv[1:])
 
 

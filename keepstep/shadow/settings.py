@@ -1,0 +1,47 @@
+"""What a shadow run was asked for, as the launcher's process tells it to every rank: two variables of the environment.
+
+KEEPSTEP_SHADOW     JSON of `ShadowSettings`
+KEEPSTEP_PRELOAD    the module that replaces the device; imported before ranks are forked, or by a rank that starts cold
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from keepstep.protocol.errors import ConfigError
+
+VARIABLE = "KEEPSTEP_SHADOW"
+PRELOAD = "keepstep.shadow.preload"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShadowSettings:
+    """One shadow run."""
+
+    step_s: float = 0.0  # forward and backward of a step take at least so many seconds
+    state_fraction: float = 0.001  # of the bytes of weights, gradients and optimizer state that are real
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step_s < math.inf:
+            raise ConfigError(f"--step-s must be at least 0, got {self.step_s}")
+        if not 0 <= self.state_fraction <= 1:
+            raise ConfigError(f"--state-fraction must be between 0 and 1, got {self.state_fraction}")
+
+    def variables(self) -> dict[str, str]:
+        """For the environment of the launcher; ranks inherit it."""
+        return {
+            VARIABLE: json.dumps(asdict(self)),
+            "KEEPSTEP_PRELOAD": PRELOAD,
+            "MALLOC_ARENA_MAX": os.environ.get(
+                "MALLOC_ARENA_MAX", "1"
+            ),  # an arena a thread would cost each rank megabytes
+        }
+
+    @staticmethod
+    def from_env(env: Mapping[str, str]) -> "ShadowSettings":
+        """In a rank."""
+        if VARIABLE not in env:
+            raise ConfigError(f"{VARIABLE} is not set: start the script with `keepstep shadow ...`")
+        return ShadowSettings(**json.loads(env[VARIABLE]))
