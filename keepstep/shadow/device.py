@@ -11,7 +11,7 @@ CUDA graphs. `torch.compile` does nothing.
 import contextlib
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +41,56 @@ def replace_device() -> ShapesOnly:
     mode.__enter__()  # type: ignore[no-untyped-call]
     Moved().__enter__()  # type: ignore[no-untyped-call]
     return mode
+
+
+class Stream:
+    """Of a device that computes nothing: whatever it was given is done."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        pass
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        return event or Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+
+class Event:
+    """A moment that has come."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def wait(self, stream: object = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: object) -> float:
+        return 0.0
 
 
 def _put(owner: Any, **replaced: Any) -> None:
@@ -95,9 +145,10 @@ def _replace_cuda() -> None:
         "is_bf16_supported": lambda including_emulation=True: True,
         "mem_get_info": lambda device=None: (MEMORY, MEMORY),
         "memory_stats": lambda device=None: {},
-        "current_stream": torch.cpu.current_stream,
-        "default_stream": torch.cpu.current_stream,
-        "device": _device,
+        "current_stream": lambda device=None: Stream(),
+        "default_stream": lambda device=None: Stream(),
+        "stream": lambda stream: stream or Stream(),
+        "device": lambda device=None: contextlib.nullcontext(),
     }
     told |= {
         name: _zero() for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
@@ -112,14 +163,7 @@ def _replace_cuda() -> None:
     }  # fmt: skip
     for name, answer in told.items():
         setattr(torch.cuda, name, answer)
-    _put(torch.cuda, Stream=torch.cpu.Stream)
-    _put(torch.cuda, Event=torch.Event)
-    _put(torch.cuda, stream=torch.cpu.stream)
-
-
-@contextlib.contextmanager
-def _device(device: Any = None) -> Iterator[None]:
-    yield
+    _put(torch.cuda, Stream=Stream, Event=Event)
 
 
 def _replace_collectives() -> None:

@@ -30,6 +30,8 @@ REPLACED = ("cuda",)  # device types that become META
 
 aten = torch.ops.aten
 _NEED_VALUES = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount", "equal"}
+_FINITE: dict[Any, bool] = {torch.isfinite: True, torch.isnan: False, torch.isinf: False}
+_FINITE |= {torch.Tensor.isfinite: True, torch.Tensor.isnan: False, torch.Tensor.isinf: False}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -100,10 +102,6 @@ class ShapesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
             return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if name == "copy_" and args[0].device != META:
             return args[0].fill_(1)
-        if name == "isfinite":
-            return torch.ones(args[0].shape, dtype=torch.bool)
-        if name in ("isnan", "isinf"):
-            return torch.zeros(args[0].shape, dtype=torch.bool)
         args, kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
         result = func(*args, **kwargs)
         first = found[0]
@@ -125,6 +123,8 @@ class Moved(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0].to(META)
+        if func in _FINITE and _has_no_values(args[0]):
+            return torch.full(args[0].shape, _FINITE[func])
         if func is torch.device:
             return func(*args, **kwargs)  # the name may stay; what is on it is not
         if any(_is_replaced(arg) for arg in args):
@@ -132,6 +132,10 @@ class Moved(TorchFunctionMode):
         if _is_replaced(kwargs.get("device")):
             kwargs = {**kwargs, "device": META}
         return func(*args, **kwargs)
+
+
+def _has_no_values(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.device == META
 
 
 def _is_replaced(arg: Any) -> bool:

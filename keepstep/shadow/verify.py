@@ -31,23 +31,25 @@ def judge(run: Run) -> Verdict:
     """Everything that is wrong with a run."""
     findings = Findings.of(run)
     summary = summarize(run, findings)
-    problems = [*_of_states(summary), *_of_units(summary, run, findings), *_of_data(run)]
+    chain = findings.history.chain
+    whole = bool(chain) and chain[0]["step"] == 0  # a run that went on from a checkpoint does not know what was before
+    problems = [*_of_states(summary, whole), *_of_units(summary, run, findings, whole), *_of_data(run)]
     return Verdict(summary=summary, problems=tuple(problems))
 
 
-def _of_states(summary: Record) -> Iterator[str]:
+def _of_states(summary: Record, whole: bool) -> Iterator[str]:
     digests = summary["state_digest"]
     if len(set(digests.values())) > 1:
         told = ", ".join(f"replica {r}: {digest}" for r, digest in digests.items())
         yield f"replicas ended with different states ({told})"
-    if digests and not summary["ledgers_agree"]:
+    if whole and digests and not summary["ledgers_agree"]:
         yield "the ledgers at the end do not hold what was committed"
 
 
-def _of_units(summary: Record, run: Run, findings: Findings) -> Iterator[str]:
+def _of_units(summary: Record, run: Run, findings: Findings, whole: bool) -> Iterator[str]:
     if summary["units_duplicated"]:
         yield f"{summary['units_duplicated']} units were trained twice"
-    if summary["units_lost"]:
+    if whole and summary["units_lost"]:
         yield f"{summary['units_lost']} units were never trained"
     read = {unit for e in run.of("batch") for unit in e["units"]}
     unread = sorted(set(units(findings.history.chain)) - read)

@@ -76,17 +76,19 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda r: r["mono"])
 
 
-def command(run_dir: Path, *options: str, script: Path = TINY, args: tuple[str, ...] = ()) -> list[str]:
+def command(
+    run_dir: Path, *options: str, script: Path = TINY, args: tuple[str, ...] = (), verb: str = "run"
+) -> list[str]:
     return [
-        sys.executable, "-m", "keepstep", "run", "--run-dir", str(run_dir), *options, str(script), "--", *args,
+        sys.executable, "-m", "keepstep", verb, "--run-dir", str(run_dir), *options, str(script), "--", *args,
     ]  # fmt: skip
 
 
 def start(
-    run_dir: Path, *options: str, script: Path = TINY, args: tuple[str, ...] = (), **env: str
+    run_dir: Path, *options: str, script: Path = TINY, args: tuple[str, ...] = (), verb: str = "run", **env: str
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(run_dir, *options, script=script, args=args),
+        command(run_dir, *options, script=script, args=args, verb=verb),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -112,10 +114,16 @@ def finish(process: subprocess.Popen[str], run_dir: Path, timeout: float) -> Res
 
 
 def run(
-    run_dir: Path, *options: str, script: Path = TINY, args: tuple[str, ...] = (), timeout: float = 150.0, **env: str
+    run_dir: Path,
+    *options: str,
+    script: Path = TINY,
+    args: tuple[str, ...] = (),
+    timeout: float = 150.0,
+    verb: str = "run",
+    **env: str,
 ) -> Result:
-    """Runs a job to its end; nothing of it is left running, whatever happens."""
-    return finish(start(run_dir, *options, script=script, args=args, **env), run_dir, timeout)
+    """Runs a job to its end; nothing of it is left running, whatever happens. `verb`: of keepstep, "run" or "shadow"."""
+    return finish(start(run_dir, *options, script=script, args=args, verb=verb, **env), run_dir, timeout)
 
 
 def processes_of(run_dir: Path) -> Iterator[psutil.Process]:

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import keepstep
+from keepstep.protocol import ledger as ledgers
+from keepstep.training.buckets import Buckets
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -22,6 +24,8 @@ class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __init__(self, bug: str) -> None:
         self.bug, self.features = bug, torch.randn(4096, 32, generator=torch.Generator().manual_seed(3))
+        if bug == "unsteady":
+            self.features += os.getpid()  # as a loader whose seed is its own process
 
     def __len__(self) -> int:
         return len(self.features)
@@ -48,6 +52,17 @@ class Net(nn.Module):
         return self.head(x)
 
 
+def plant(bug: str, replica: int) -> None:
+    if bug == "ledger":
+        right = ledgers.commit
+        ledgers.commit = lambda ledger, units: right(ledger, sorted(units)[:-1])
+    if bug == "weight" and replica == 1:
+        to_gradients = Buckets.to_gradients
+        Buckets.to_gradients = lambda self, reduced: to_gradients(
+            self, [r * 1.25 for r in reduced[:-1]] + [reduced[-1]]
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=None)
@@ -55,6 +70,7 @@ def main() -> None:
     args = parser.parse_args()
     assert torch.cuda.is_available()
     with keepstep.join() as job:
+        plant(args.bug, job.replica_id)
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         device = torch.device("cuda", torch.cuda.current_device())
         mesh = init_device_mesh("cuda", (job.size,), mesh_dim_names=("shard",))
