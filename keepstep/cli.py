@@ -180,6 +180,7 @@ def shadow(
     fault: Annotated[
         list[str] | None, typer.Option(help='"kill replica=1 rank=0 step=5 phase=in_exchange"; may be repeated')
     ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write what it took here")] = None,
 ) -> None:
     """Rehearse SCRIPT without devices: everything real but the computing, on shapes. See docs/scale.md."""
     from keepstep.launch.settings import LaunchSettings
@@ -199,7 +200,7 @@ def shadow(
         checkpoint_dir=checkpoint_dir,
         checkpoint_every=checkpoint_every,
     )
-    raise typer.Exit(run_shadow(settings, shadow_settings))
+    raise typer.Exit(run_shadow(settings, shadow_settings, json_file))
 
 
 RunDir = Annotated[Path | None, typer.Argument(help="the --run-dir of a run on this machine")]

@@ -1,31 +1,44 @@
 """`keepstep shadow`: `keepstep run` with the device replaced in every rank, and a verdict at the end."""
 
+import json
 import os
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 from keepstep.launch.launcher import launch
 from keepstep.launch.settings import LaunchSettings
-from keepstep.observe.records import read_run
+from keepstep.observe.records import Record, read_run
+from keepstep.shadow.measure import Memory, measure
 from keepstep.shadow.settings import ShadowSettings
 from keepstep.shadow.verify import Verdict, judge
 
 
-def run_shadow(settings: LaunchSettings, shadow: ShadowSettings) -> int:
-    """Runs the job; returns its exit code, or 1 if what it left behind is not what it must be."""
-    os.environ.update(shadow.variables())
-    code = launch(settings)
-    verdict = judge(read_run(settings.run_dir))
-    print("\n".join(in_words(settings, shadow, verdict)), file=sys.stderr, flush=True)
+def run_shadow(settings: LaunchSettings, shadow: ShadowSettings, json_file: Path | None = None) -> int:
+    """Runs the job; returns its exit code, or 1 if what it left behind is not what it must be. Ranks inherit our environment."""
+    ranks = settings.replicas * settings.ranks
+    shadow = replace(shadow, patience=ShadowSettings.patience_for(ranks))
+    os.environ.update(shadow.variables(os.environ))
+    with Memory(settings.run_dir) as memory:
+        code = launch(settings)
+    run = read_run(settings.run_dir)
+    verdict = judge(run)
+    measured = measure(run, ranks=ranks, memory=memory, verdict=verdict)
+    print("\n".join(in_words(settings, shadow, verdict, measured)), file=sys.stderr, flush=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(measured, indent=1) + "\n")
     return code or (1 if verdict.problems else 0)
 
 
-def in_words(settings: LaunchSettings, shadow: ShadowSettings, verdict: Verdict) -> list[str]:
+def in_words(settings: LaunchSettings, shadow: ShadowSettings, verdict: Verdict, measured: Record) -> list[str]:
     """What is said at the end."""
     told = verdict.summary
     lines = [
         f"keepstep: shadow run of {settings.replicas} replicas x {settings.ranks} ranks, {shadow.state_fraction:.3g} of the "
         f"state real: {told['steps']} steps, {told['units_committed']} units, {told['retries']} retries, "
-        f"{len(told['kills'])} kills, a step {told['step_time_median_s'] or 0:.2f} s"
+        f"{len(told['kills'])} kills, a step {told['step_time_median_s'] or 0:.2f} s",
+        f"keepstep: all trained {measured['start_s'] or 0:.1f} s after the start; "
+        f"a rank has {measured['rank_mb'] or 0:.0f} MB of its own",
     ]
     if not told["steps"]:
         return [*lines, "keepstep: nothing was trained, so nothing is known of it"]

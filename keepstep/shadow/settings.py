@@ -14,6 +14,8 @@ from keepstep.protocol.errors import ConfigError
 
 VARIABLE = "KEEPSTEP_SHADOW"
 PRELOAD = "keepstep.shadow.preload"
+LEASE_S = 2.0  # of a leader, as `runtime.environment` has it
+RANKS_A_PROCESSOR = 16  # for which the product's own deadlines do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,9 @@ class ShadowSettings:
 
     step_s: float = 0.0  # forward and backward of a step take at least so many seconds
     state_fraction: float = 0.001  # of the bytes of weights, gradients and optimizer state that are real
+    patience: float = (
+        1.0  # lease and silence of links are so many times as long: hundreds of ranks share two processors
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.step_s < math.inf:
@@ -29,15 +34,21 @@ class ShadowSettings:
         if not 0 <= self.state_fraction <= 1:
             raise ConfigError(f"--state-fraction must be between 0 and 1, got {self.state_fraction}")
 
-    def variables(self) -> dict[str, str]:
-        """For the environment of the launcher; ranks inherit it."""
+    def variables(self, env: Mapping[str, str]) -> dict[str, str]:
+        """For the environment of the launcher, `env` so far; ranks inherit it."""
         return {
+            "KEEPSTEP_LEASE_S": env.get("KEEPSTEP_LEASE_S", str(LEASE_S * self.patience)),
             VARIABLE: json.dumps(asdict(self)),
             "KEEPSTEP_PRELOAD": PRELOAD,
             "MALLOC_ARENA_MAX": os.environ.get(
                 "MALLOC_ARENA_MAX", "1"
             ),  # an arena a thread would cost each rank megabytes
         }
+
+    @staticmethod
+    def patience_for(ranks: int) -> float:
+        """What this machine needs for so many ranks."""
+        return max(1.0, ranks / (RANKS_A_PROCESSOR * len(os.sched_getaffinity(0))))
 
     @staticmethod
     def from_env(env: Mapping[str, str]) -> "ShadowSettings":

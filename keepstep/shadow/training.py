@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from keepstep.protocol.errors import InvariantViolation
 from keepstep.runtime.engine_events import EngineSettings
+from keepstep.runtime.links import LinkSettings
 from keepstep.shadow.settings import ShadowSettings
 from keepstep.shadow.shapes import META, ShapesOnly
 from keepstep.shadow.stand_in import StandIn
@@ -68,7 +69,13 @@ class ShadowTraining(real.Training):
             optimizer,
             bucket_bytes=1,  # each stand-in is a bucket
             offload_bytes=max(1, int(offload_bytes * fraction)),
-            engine=dataclasses.replace(engine, chunk_bytes=min(chunk, engine.chunk_bytes)),
+            engine=dataclasses.replace(
+                engine,
+                chunk_bytes=min(chunk, engine.chunk_bytes),
+                progress_floor_s=engine.progress_floor_s * self.settings.patience,
+                progress_ceiling_s=engine.progress_ceiling_s * self.settings.patience,
+                link=_patient(engine.link, self.settings.patience),
+            ),
             **more,
         )
         self._batch_digest = 0
@@ -150,6 +157,16 @@ class ShadowTraining(real.Training):
     def _load(self, given: Any) -> None:
         with _disable_current_modes():
             super()._load(given)
+
+
+def _patient(link: LinkSettings, times: float) -> LinkSettings:
+    return dataclasses.replace(
+        link,
+        silent_floor_s=link.silent_floor_s * times,
+        silent_s=link.silent_s * times,
+        connect_s=link.connect_s * times,
+        user_timeout_s=link.user_timeout_s * times,
+    )
 
 
 def _bits(leaf: Any) -> bytes:

@@ -71,4 +71,4 @@ def test_backward_brings_gradients_without_values(mode: ShapesOnly) -> None:
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="must be"):
         ShadowSettings(**wrong)
-    assert ShadowSettings.from_env(ShadowSettings(step_s=0.5).variables()) == ShadowSettings(step_s=0.5)
+    assert ShadowSettings.from_env(ShadowSettings(step_s=0.5).variables({})) == ShadowSettings(step_s=0.5)
