@@ -172,6 +172,9 @@ def shadow(
     replicas: Annotated[int, typer.Option(help="copies of the model, the units of failure")] = 2,
     ranks_per_replica: Annotated[int, typer.Option(help="processes that share one copy")] = 1,
     step_s: Annotated[float, typer.Option(help="seconds that a step computes")] = 0.0,
+    step_like: Annotated[
+        Path | None, typer.Option(help="instead: as long as in this real run, by its run directory")
+    ] = None,
     state_fraction: Annotated[float, typer.Option(help="of the true bytes that move and are saved")] = 0.001,
     run_dir: Annotated[Path | None, typer.Option(help="where logs and events go [default: runs/SCRIPT-TIME]")] = None,
     min_replicas: Annotated[int, typer.Option(help="wait when fewer could train")] = 1,
@@ -184,9 +187,10 @@ def shadow(
 ) -> None:
     """Rehearse SCRIPT without devices: everything real but the computing, on shapes. See docs/scale.md."""
     from keepstep.launch.settings import LaunchSettings
-    from keepstep.shadow.run import run_shadow
+    from keepstep.shadow.run import run_shadow, step_of
     from keepstep.shadow.settings import ShadowSettings
 
+    step_s = step_s if step_like is None else step_of(step_like)
     shadow_settings = ShadowSettings(step_s=step_s, state_fraction=state_fraction)
     own = list(args or ())
     settings = LaunchSettings.checked(

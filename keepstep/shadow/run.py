@@ -9,6 +9,8 @@ from pathlib import Path
 from keepstep.launch.launcher import launch
 from keepstep.launch.settings import LaunchSettings
 from keepstep.observe.records import Record, read_run
+from keepstep.observe.summary import summarize
+from keepstep.protocol.errors import ConfigError
 from keepstep.shadow.measure import Memory, measure
 from keepstep.shadow.settings import ShadowSettings
 from keepstep.shadow.verify import Verdict, judge
@@ -28,6 +30,14 @@ def run_shadow(settings: LaunchSettings, shadow: ShadowSettings, json_file: Path
     if json_file is not None:
         json_file.write_text(json.dumps(measured, indent=1) + "\n")
     return code or (1 if verdict.problems else 0)
+
+
+def step_of(run_dir: Path) -> float:
+    """The median of what a run's steps took, in seconds. Raises ConfigError if none was recorded."""
+    found: float | None = summarize(read_run(run_dir))["step_time_median_s"]
+    if found is None:
+        raise ConfigError(f"--step-like {run_dir} holds no step of a run: name the --run-dir of one that has trained")
+    return found
 
 
 def in_words(settings: LaunchSettings, shadow: ShadowSettings, verdict: Verdict, measured: Record) -> list[str]:

@@ -14,7 +14,7 @@ from keepstep.protocol.errors import ConfigError
 
 VARIABLE = "KEEPSTEP_SHADOW"
 PRELOAD = "keepstep.shadow.preload"
-LEASE_S = 2.0  # of a leader, as `runtime.environment` has it
+LEASE_S, SLOW_FLOOR_S = 2.0, 1.0  # as `runtime.environment` has them
 RANKS_A_PROCESSOR = 16  # for which the product's own deadlines do
 
 
@@ -38,6 +38,7 @@ class ShadowSettings:
         """For the environment of the launcher, `env` so far; ranks inherit it."""
         return {
             "KEEPSTEP_LEASE_S": env.get("KEEPSTEP_LEASE_S", str(LEASE_S * self.patience)),
+            "KEEPSTEP_SLOW_FLOOR_S": env.get("KEEPSTEP_SLOW_FLOOR_S", str(SLOW_FLOOR_S * self.patience)),
             VARIABLE: json.dumps(asdict(self)),
             "KEEPSTEP_PRELOAD": PRELOAD,
             "MALLOC_ARENA_MAX": os.environ.get(

@@ -9,7 +9,8 @@ from jobs import SCRIPTS, Result, run
 from test_training import check
 
 CUDA = SCRIPTS / "train_cuda.py"
-MAIN_THREAD = ("commit", "materialized", "final", "joined", "attached")
+MAIN_THREAD = ("commit", "materialized", "final", "entered", "connected", "joined", "attached")
+OF_TIME = ("batch", "reported", "slow", "stuck", "keeps_up")  # ours alone, or told only if something takes long
 
 
 def shadow(
@@ -33,6 +34,15 @@ def test_a_script_that_says_cuda_and_nccl_runs_unchanged(tmp_path: Path) -> None
     assert second.code == 0, second.output[-6000:]
     assert min(e["step"] for e in second.of("commit")) > 0, "it went on from a checkpoint"
     assert len(set(second.digests.values())) == 1
+
+
+def test_thirty_two_ranks_lose_one_and_go_on(tmp_path: Path) -> None:
+    """4 x 8 on whatever this machine has; the survivors train on while eight processes are started again."""
+    fault = "kill replica=2 rank=5 step=4 phase=in_exchange"
+    result = shadow(tmp_path, "--replicas", "4", "--ranks-per-replica", "8", "--fault", fault, args=("--steps", "12"))
+    check(result, 4)
+    assert [s["replica"] for s in result.shots()] == [2]
+    assert [len(d["members"]) for d in result.committed() if d["step"] == 4] == [3], "it went on without the dead one"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +126,7 @@ def sequences(result: Result) -> dict[tuple[Any, ...], list[tuple[Any, ...]]]:
     found: dict[tuple[Any, ...], list[tuple[Any, ...]]] = defaultdict(list)
     begins = begun(result)[0]["seq"]
     for e in result.events:
-        if e["event"] in ("batch", "reported") or e.get("seq", begins) < begins:
+        if e["event"] in OF_TIME or e.get("seq", begins) < begins:
             continue
         if e["event"] in ("start", "end", "spawn", "exit", "restart", "replica_done"):
             found["launcher", e.get("replica")].append((e["event"], e.get("life"), e.get("code")))

@@ -1,8 +1,14 @@
 """What a shadow run is found guilty of, from records made up for it."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from keepstep.observe.records import Record, Run
+from keepstep.protocol.errors import ConfigError
+from keepstep.shadow.run import step_of
 from keepstep.shadow.verify import judge
 
 
@@ -76,3 +82,13 @@ def test_a_run_that_went_on_from_a_checkpoint_is_judged_by_what_it_did() -> None
     rows = [{**r, "step": 6} if r["event"] == "decision" and r["step"] == 1 else r for r in rows]
     rows = [{**r, "units_committed": 30} if r["event"] == "final" else r for r in rows]
     assert problems(rows) == ()
+
+
+def test_a_step_may_take_as_long_as_it_took_in_a_real_run(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    with pytest.raises(ConfigError, match="holds no step of a run"):
+        step_of(tmp_path)
+    rows = records(trained=tuple([2 * i, 2 * i + 1] for i in range(4)))
+    rows = [{**r, "mono": 0.25 * r["step"] if "step" in r else r["mono"]} for r in rows]
+    (tmp_path / "events" / "all.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert step_of(tmp_path) == 0.25
