@@ -50,8 +50,8 @@ def test_thirty_two_ranks_lose_one_and_go_on(tmp_path: Path) -> None:
     [
         ("repeat", "hold the same data"),
         ("ledger", "units were trained twice"),
-        ("weight", "replicas ended with different states"),
-        ("die", "exited with code 7"),
+        pytest.param("weight", "replicas ended with different states", marks=pytest.mark.faults),
+        pytest.param("die", "exited with code 7", marks=pytest.mark.faults),
     ],
 )
 def test_a_planted_bug_is_found(tmp_path: Path, bug: str, told: str) -> None:
@@ -60,6 +60,7 @@ def test_a_planted_bug_is_found(tmp_path: Path, bug: str, told: str) -> None:
     assert told in result.output, result.output[-6000:]
 
 
+@pytest.mark.faults
 def test_a_loader_that_gives_other_data_for_the_same_unit_is_found(tmp_path: Path) -> None:
     """The unit of the dead replica is read again by somebody else."""
     fault = "kill replica=1 rank=0 step=4 phase=backward"
@@ -70,6 +71,7 @@ def test_a_loader_that_gives_other_data_for_the_same_unit_is_found(tmp_path: Pat
     assert "read again, they held other data: units" in result.output, result.output[-6000:]
 
 
+@pytest.mark.faults
 def test_ranks_that_call_different_collectives_are_told_so(tmp_path: Path) -> None:
     """On devices, this hangs until a watchdog ends it."""
     script = tmp_path / "diverges.py"
@@ -83,7 +85,6 @@ def test_ranks_that_call_different_collectives_are_told_so(tmp_path: Path) -> No
     assert "have called different collectives" in result.output, result.output[-6000:]
 
 
-@pytest.mark.faults
 @pytest.mark.timeout(500)
 def test_a_shadow_run_makes_the_decisions_of_the_real_one(tmp_path: Path) -> None:
     """3 x 2 and the same faults: the same decisions, units, ledgers and events, thread by thread."""
@@ -91,8 +92,9 @@ def test_a_shadow_run_makes_the_decisions_of_the_real_one(tmp_path: Path) -> Non
     options = ["--replicas", "3", "--ranks-per-replica", "2", "--min-replicas", "3"]
     options += [word for fault in faults for word in ("--fault", fault)]
     args = ("--steps", "25", "--step-seconds", "0.1", "--max-grad-norm", "1.0")
-    real = run(tmp_path / "real", *options, args=args)
-    rehearsed = run(tmp_path / "shadow", *options, "--state-fraction", "0.5", args=args, verb="shadow")
+    patient = {"KEEPSTEP_LEASE_S": "10"}  # a busy machine must not lose anybody else
+    real = run(tmp_path / "real", *options, args=args, **patient)
+    rehearsed = run(tmp_path / "shadow", *options, "--state-fraction", "0.5", args=args, verb="shadow", **patient)
     for result in (real, rehearsed):
         check(result, 3, units=75)
         assert len(result.shots()) == 2
