@@ -76,14 +76,15 @@ bench-allreduce: setup-bench  ## sums over 2 to 8 processes, beside gloo and tor
 bench-model: setup  ## the recovery-time model beside real jobs under kill -9; a quarter of an hour, on a quiet machine
 	$(BIN)/python benchmarks/validate_model.py --json docs/results/validate_model.json
 
-scale: setup  ## what docs/scale.md shows of 98,304 GPUs: model, plan, quorum; and a rehearsal on 512 ranks (18 GB); half an hour
+SHADOW_RANKS ?= 16
+scale: setup  ## what docs/scale.md shows of 98,304 GPUs: model, plan, quorum; a rehearsal on 8 x SHADOW_RANKS=16 ranks; half an hour
 	$(BIN)/keepstep simulate --sizes --json docs/results/simulate.json --out docs/results
 	$(BIN)/keepstep plan --json docs/results/plan.json --out docs/results
 	$(BIN)/keepstep plan --replicas 12 --topology examples/topology.toml
 	$(BIN)/keepstep scale quorum --curve --json docs/results/quorum.json --out docs/results
-	$(BIN)/keepstep shadow --replicas 8 --ranks-per-replica 64 --state-fraction 0.0001 --json docs/results/shadow.json \
-		--fault "kill replica=3 rank=17 step=6 phase=in_exchange" \
-		examples/train_fsdp.py -- --data keepstep --unit-size 64 --seq-len 32 --dim 4096 --layers 8 --steps 30
+	$(BIN)/keepstep shadow --replicas 8 --ranks-per-replica $(SHADOW_RANKS) --state-fraction 0.0001 \
+		--json docs/results/shadow.json --fault "kill replica=3 rank=7 step=3 phase=in_exchange" \
+		examples/train_fsdp.py -- --data keepstep --unit-size 64 --seq-len 32 --dim 4096 --layers 8 --steps 14
 
 format: setup
 	$(BIN)/ruff format .
