@@ -192,10 +192,9 @@ def shadow(
 
     step_s = step_s if step_like is None else step_of(step_like)
     shadow_settings = ShadowSettings(step_s=step_s, state_fraction=state_fraction)
-    own = list(args or ())
     settings = LaunchSettings.checked(
         script,
-        tuple(own[1:] if own[:1] == ["--"] else own),
+        _own(args),
         replicas=replicas,
         ranks=ranks_per_replica,
         run_dir=run_dir,
