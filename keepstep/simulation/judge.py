@@ -378,7 +378,8 @@ class Judge:
             return False
         assert last is not None
         if order.left and last.member(life.replica_id, life.incarnation) is None:
-            if not last.workers and last.restore is None:
+            begun = last.step > 0  # else the job starts again, as from anybody
+            if begun and not last.workers and last.restore is None:
                 raise Violation(f"I5: {life.incarnation} may leave, and nobody else holds a state")
             return False
         if last.kind is not Kind.END or holds != last.start:
