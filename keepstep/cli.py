@@ -1,5 +1,5 @@
 """The command line: `keepstep run`, `agent`, `status`, `report`, `drain`, `add`, `stop`, `simulate`, `plan`, `scale quorum`,
-`demo`, `version`.
+`shadow`, `demo`, `version`.
 
 Thin: options to settings, errors to one sentence on stderr and exit code 78. What a command needs is imported when it runs, so
 that `keepstep --help` is quick.
