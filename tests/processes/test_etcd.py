@@ -18,6 +18,7 @@ from keepstep.protocol.errors import ConfigError, JobMismatch, NoStateLeft, Stor
 from keepstep.protocol.ids import FIRST_UNIT, Incarnation, QuorumId, ReplicaId, Seq, Step
 from keepstep.protocol.messages import Decision, Endpoint, Kind, LedgerState, Report
 from keepstep.runtime import etcd as etcd_module
+from keepstep.runtime.endpoints import Endpoints
 from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.etcd_members import parse_url
 from keepstep.runtime.etcd_server import EmbeddedEtcd
@@ -358,7 +359,7 @@ def test_endpoints(server: tuple[EmbeddedEtcd, str], job: str) -> None:
     async def body(store: EtcdStore) -> None:
         mine = (Endpoint(host="127.0.0.1", ftar_port=1, state_port=2),)
         await store.put_endpoints(ReplicaId(0), Incarnation("a"), mine)
-        assert await store.get_endpoints(ReplicaId(0), Incarnation("a"), 1) == mine
+        assert await store.get_endpoints(ReplicaId(0), Incarnation("a"), 1) == Endpoints.of(mine)
         with pytest.raises(StoreError, match="replica 1"):
             await store.get_endpoints(ReplicaId(1), Incarnation("a"), 1)
 
@@ -375,7 +376,7 @@ def test_endpoints_that_were_watched_need_no_store(tmp_path: Path) -> None:
         watcher = Watcher()
         await store.watch(watcher)
         server.stop()
-        assert await store.get_endpoints(ReplicaId(0), Incarnation("a"), 1) == mine
+        assert await store.get_endpoints(ReplicaId(0), Incarnation("a"), 1) == Endpoints.of(mine)
         with pytest.raises(StoreError):
             await store.get_endpoints(ReplicaId(1), Incarnation("a"), 1)
 
