@@ -13,7 +13,7 @@ from keepstep.protocol.messages import Decision, Kind, Role
 
 def for_ranks(decision: Decision) -> Decision:
     """Without what only those who decide need."""
-    return replace(decision, ancestry=(), reason="")
+    return replace(decision, ancestry=(), reason="", away=())
 
 
 def follow(decision: Decision) -> Decision | None:

@@ -143,6 +143,7 @@ class Decision:
     num_replicas: int  # what the job was configured with: t of the learning-rate policies
     reason: str
     apart: tuple[Apart, ...] = ()  # who could not exchange with whom of late
+    away: tuple[tuple[ReplicaId, Incarnation], ...] = ()  # were members, went, and nobody has seen them end
     saver: ReplicaId | None = None  # this WORKER writes the base to persistent storage, once
     restore: Checkpoint | None = (
         None  # GATHER only: nobody alive holds a state, so the members load this one as the base

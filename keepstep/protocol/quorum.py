@@ -337,11 +337,21 @@ def _nobody_holds_a_state(case: _Case, last: Decision, on_chain: Sequence[StateN
         f"no living replica holds a state of the job (decision {last.seq} was for step {last.step}) and there is no "
     )
     nothing += "checkpoint that could be restored"
-    lost = [m.replica_id for m in last.members if m.incarnation not in case.dead and m.replica_id not in case.live]
+    lost = [i for i, _ in _away(case, case.live.keys())]
     until = since + case.policy.lost_wait_ns
     if lost and case.now < until:
         return Wait(reason=f"{nothing}: waiting for {names(lost)}, which nobody has seen end", until=until)
     return Halt(reason=nothing)
+
+
+def _away(case: _Case, present: Collection[ReplicaId]) -> tuple[tuple[ReplicaId, Incarnation], ...]:
+    """Lives that were members and are not `present`, if nobody has seen them end: with the last of them a state may come back."""
+    if case.last is None:
+        return ()
+    lives = {**dict(case.last.away), **{m.replica_id: m.incarnation for m in case.last.members}}
+    replaced = {i for i, life in lives.items() if i in case.live and case.live[i].report.incarnation != life}
+    gone = lives.keys() - present - replaced
+    return tuple((i, lives[i]) for i in sorted(gone) if lives[i] not in case.dead)
 
 
 def _restore(case: _Case, cause: str) -> Decision | Halt | None:
@@ -494,6 +504,7 @@ def _decision(
         num_replicas=case.policy.num_replicas,
         reason="; ".join([reason, *notes(last, on_chain, members, reports)]),
         apart=case.apart(plan.start),
+        away=_away(case, roles.keys()),
         saver=_saver(case, plan, save_every) if kind is not Kind.END else None,
         restore=plan.restore,
     )

@@ -36,6 +36,7 @@ def problem_of_decision(decision: Decision) -> str:
     """The same about a decision."""
     members = decision.members
     numbers = [decision.seq, decision.quorum_id, decision.step, decision.base, *(m.replica_id for m in members)]
+    numbers += [replica for replica, _ in decision.away]
     numbers += [n for a in decision.apart for n in (a.failures, a.until)]
     for state in decision.ancestry:
         numbers += _of_state(state)

@@ -16,7 +16,7 @@ give them. A state's content is a number made of everything that went into it, s
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from keepstep.protocol.catch_up import Apply, Begin, Leave, LoadState, Order, Train
@@ -398,14 +398,12 @@ class Judge:
         if readable is not None and self.world.clock.now - life.steady_since > STEADY:
             raise Violation(f"I5: {life.incarnation} gives up, but checkpoint {readable} can be read")
         patience = 0 if self.world.stopping else self.plan.policy.lost_wait_ns * 3 // 4  # clocks run differently
-        holder = self._holder(life, patience, {m.incarnation for m in self.last.members})
+        holder = self._holder(life, patience)
         if holder is not None:
             raise Violation(f"I5: {life.incarnation} gives up, but {holder}")
 
-    def _holder(
-        self, life: "Life | None", cut_off_for: int = 0, of: Collection[Incarnation] | None = None
-    ) -> str | None:
-        """Who holds a state to go on from: `life`, who must be known to everybody, or (of these) was so a moment ago."""
+    def _holder(self, life: "Life | None", cut_off_for: int = 0) -> str | None:
+        """Who holds a state to go on from: `life`, somebody who must be known to everybody, or who was so a moment ago."""
         if self.last is None:
             return None
         memory, at = self.plan.policy.ancestry_max, self.last.outcome
@@ -415,8 +413,7 @@ class Judge:
             at = before
         for other in self.world.lives:
             steady = other.in_touch and self.world.clock.now - other.steady_since > STEADY
-            awaited = of is None or other.incarnation in of
-            waited_for = awaited and not other.in_touch and self.world.clock.now - other.out_since < cut_off_for
+            waited_for = not other.in_touch and self.world.clock.now - other.out_since < cut_off_for
             if (steady or waited_for or other is life) and self._held_by_all(other) in alive:
                 return f"{other.incarnation} holds {self._held_by_all(other)}"
         return None

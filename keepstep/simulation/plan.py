@@ -166,7 +166,9 @@ def plan_of(seed: int, kinds: tuple[str, ...] = ()) -> Plan:
     )
     plan = _with_checkpoints(plan, random.Random(seed * 31 + 7), kinds)
     plan = _with_requests(plan, random.Random(seed * 37 + 5), kinds)
-    return _with_hangs(plan, random.Random(seed * 43 + 11), kinds)
+    plan = _with_hangs(plan, random.Random(seed * 43 + 11), kinds)
+    patient = replace(plan.policy, lost_wait_ns=2 * plan.heal_at)  # longer than anything lasts, by any clock
+    return replace(plan, policy=patient)
 
 
 def _with_checkpoints(plan: Plan, rng: random.Random, kinds: tuple[str, ...]) -> Plan:
@@ -237,7 +239,6 @@ def _policy(rng: random.Random, replicas: int) -> Policy:
         member_grace_ns=rng.choice([0, 200 * MS, 200 * MS]),
         join_wait_ns=rng.choice([0, 0, 0, SECOND]),
         restore_wait_ns=rng.choice([3, 10, 10]) * SECOND,
-        lost_wait_ns=60 * SECOND,  # longer than anything lasts here
         finish_wait_ns=rng.choice([5, 30]) * SECOND,
         ancestry_max=rng.choice([2, 32, 32]),
         units_per_worker=rng.choice([1, 1, 1, 2]),

@@ -27,7 +27,7 @@ from quorum_views import (
     waits_until,
 )
 
-from keepstep.protocol.ids import Seq, Step, UnitId
+from keepstep.protocol.ids import Incarnation, ReplicaId, Seq, Step, UnitId
 from keepstep.protocol.messages import Kind
 from keepstep.protocol.quorum import Halt, decide
 
@@ -116,6 +116,26 @@ def test_the_job_is_not_given_up_soon_while_a_holder_may_only_be_away() -> None:
     assert wait.until == NOW + POLICY.lost_wait_ns
     assert "waiting for replica 2, which nobody has seen end" in wait.reason
     assert isinstance(decide(fresh, POLICY, now=wait.until), Halt)
+
+
+def test_whoever_went_before_the_last_decision_is_waited_for_as_well() -> None:
+    """Replica 2 was cut off, the others went on, and died."""
+    last = decided(view(completed(0), completed(1), last=L))
+    assert last.away == ((2, "2a"),)
+    fresh = (report(0, 8, life="b"), report(1, 8, life="b"))
+    wait = waits(view(*fresh, last=last, dead=("0a", "1a")), now=NOW + POLICY.restore_wait_ns)
+    assert "waiting for replica 2, which nobody has seen end" in wait.reason
+    end = decide(view(*fresh, last=last, dead=("0a", "1a", "2a")), POLICY, now=NOW + POLICY.restore_wait_ns)
+    assert isinstance(end, Halt)
+
+
+def test_nobody_is_away_who_is_dead_or_back_or_has_another_life() -> None:
+    last = replace(L, away=((ReplicaId(3), Incarnation("3a")),))
+    everybody = [completed(i) for i in range(3)]
+    assert decided(view(*everybody, last=last)).away == ((3, "3a"),)
+    assert decided(view(*everybody, last=last, dead=("3a",))).away == ()
+    assert decided(view(*everybody, report(3, 7, life="b"), last=last)).away == ()
+    assert decided(view(*everybody, report(3, 7), last=last)).away == ()
 
 
 def test_the_job_is_not_given_up_while_somebody_alive_has_not_answered() -> None:
