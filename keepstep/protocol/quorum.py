@@ -238,7 +238,7 @@ def _next(case: _Case, last: Decision) -> Decision | Wait | Halt:
         start=state,
         ancestry=tuple(on_chain[place + 1 :][: case.policy.ancestry_max]),
         holders=staying,
-        others=[r for r in others if not r.leaving],
+        others=_staying(others, case.policy.min_replicas - len(staying)),
         ledger=holders[0].ledger,
     )
     reason = why(last, state, (r.replica_id for r in staying))
@@ -249,12 +249,12 @@ def _next(case: _Case, last: Decision) -> Decision | Wait | Halt:
     return _train_or_gather(case, plan, reason)
 
 
-def _staying(holders: Sequence[Report], least: int) -> list[Report]:
-    """Who of the holders does not leave now. So many are needed that the state is not lost and training does not wait: those
-    leave once others hold it."""
-    wanted = sum(not r.leaving for r in holders)
-    needed = [r for r in holders if r.leaving][: max(0, least - wanted)]
-    return [r for r in holders if not r.leaving or r in needed]
+def _staying(reports: Sequence[Report], least: int) -> list[Report]:
+    """Who does not leave now, of those who hold the state, or of those who are behind. So many are needed that the state is not
+    lost and training does not wait: they leave once others hold it."""
+    wanted = sum(not r.leaving for r in reports)
+    needed = [r for r in reports if r.leaving][: max(0, least - wanted)]
+    return [r for r in reports if not r.leaving or r in needed]
 
 
 def _holds(report: Report, state: StateName) -> bool:

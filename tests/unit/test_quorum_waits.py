@@ -234,6 +234,13 @@ def test_who_is_needed_to_go_on_training_stays_until_others_hold_the_state() -> 
     assert roles(decided(view(completed(1, leaving=True), completed(2), last=L, dead=("0a",)), two)) == {1: "W", 2: "W"}
 
 
+def test_one_that_is_behind_and_is_to_leave_catches_up_first_where_the_job_cannot_train_without_it() -> None:
+    two = replace(POLICY, min_replicas=2)
+    behind = view(not_completed(0, leaving=True), completed(1), last=L, dead=("2a",))
+    assert roles(decided(behind, two)) == {0: "C", 1: "W"}
+    assert roles(decided(behind)) == {1: "W"}
+
+
 def test_nobody_waits_for_a_replica_that_leaves() -> None:
     patient = replace(POLICY, join_wait_ns=SECOND)
     gone = report(1, 6, OUTCOME, leaving=True)  # decision 7 was made without it
