@@ -123,8 +123,8 @@ def test_a_leader_that_dies_while_the_job_stops_holds_up_nobody(tmp_path: Path) 
         asked = subprocess.Popen([sys.executable, "-m", "keepstep", "stop", str(tmp_path)], stdout=subprocess.DEVNULL)
         wait_until(lambda: any(e["event"] == "stop_asked" for e in read_events(tmp_path)))
         os.kill(pid, signal.SIGKILL)
+        assert asked.wait(60) == 0  # before `finish`, which leaves nothing alive that names the run directory
         result = finish(job.process, tmp_path, 60)
-        assert asked.wait(60) == 0
     stopped_well(result, {0, 1})
     assert not result.of("restart")
 
@@ -141,8 +141,8 @@ def test_a_saver_that_dies_while_the_job_stops_is_replaced(tmp_path: Path) -> No
         asked = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         first = wait_until(lambda: [e["saver"] for e in job.of("decision") if e["saver"] is not None])[0]
         os.kill(next(e["pids"][0] for e in job.of("spawn") if e["replica"] == first), signal.SIGKILL)
-        result = finish(job.process, tmp_path / "run", 60)
         said, _ = asked.communicate(timeout=60)
+        result = finish(job.process, tmp_path / "run", 60)
     stopped_well(result, {1 - first})
     assert asked.returncode == 0
     (checkpoint,) = result.of("checkpoint")
