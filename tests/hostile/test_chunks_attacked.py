@@ -6,6 +6,7 @@ chunks moved in C (`runtime/pump.c`, where it is built) and in Python, over TCP 
 
 import contextlib
 import random
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -84,6 +85,8 @@ def exchange(two: tuple[Member, End, bool], quorum: int, forwards: bytes, backwa
     try:
         victim.engine.begin(Seq(quorum), QuorumId(quorum), 1)
         victim.engine.submit(Seq(quorum), 0, between.buffer)
+        send.socks[0].settimeout(5)
+        assert send.socks[0].recv(1, socket.MSG_PEEK) == CREDIT, "its first credit: it waits for chunks now"
         for link, data in ((receive, backwards), (send, forwards)):
             link.socks[0].settimeout(5)
             try:
