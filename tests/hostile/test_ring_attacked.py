@@ -22,7 +22,7 @@ from keepstep.protocol.ids import QuorumId
 from keepstep.runtime import listener
 from keepstep.runtime.engine_events import StepDone
 from keepstep.runtime.handshake import connect_hello, greet
-from keepstep.runtime.links import shut
+from keepstep.runtime.links import LinkSettings, shut
 from keepstep.runtime.shared_memory import address
 
 STEPS = 4
@@ -30,7 +30,10 @@ STEPS = 4
 
 @pytest.fixture
 def members() -> Iterator[list[Member]]:
-    made = [Member(r, SETTINGS["tcp"]) for r in range(3)]
+    usual = LinkSettings(
+        shared_memory=False
+    )  # whoever still connects is silent, and strangers take their share of cores
+    made = [Member(r, replace(SETTINGS["tcp"], link=usual)) for r in range(3)]
     yield made
     for member in made:
         member.engine.close()
