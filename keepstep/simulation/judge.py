@@ -305,7 +305,9 @@ class Judge:
         quick = [life for life in self.world.lives if life is not ranks[0].life]
         if sum(self._held_by_all(life) == last.start for life in quick) < plan.policy.min_replicas:
             return
-        said = 2 * max(rank.pace.threshold for rank in ranks)  # the first time, others may have computed as well
+        computed = max(rank.computed_at for life in quick for rank in life.ranks) - self.newest_at
+        asked = max(computed, *(rank.pace.threshold for rank in ranks))
+        said = 2 * asked  # it is said again, in time, once others have computed
         if now - self.newest_at > 1.3 * said + STEADY:
             raise Violation(f"I5: nobody went on without {ranks[0].life.incarnation}, whose main thread hangs")
 

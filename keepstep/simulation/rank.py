@@ -51,6 +51,7 @@ class SimRank:
         self._orders: deque[Given] = deque()
         self._busy = False
         self._given = 0
+        self.computed_at = 0
         self._hangs = False  # the main thread
         self._hung: list[tuple[Any, tuple[Any, ...]]] = []  # what it would have done meanwhile
 
@@ -245,6 +246,7 @@ class SimRank:
         """Every rank of the replica takes part in forward and backward: the buckets fill."""
         if self._put_off(self.computed, order):
             return
+        self.computed_at = self.world.clock.now
         base = self.holding.content
         if self.holding.live != order.start:
             raise InvariantViolation(f"{order} is to be computed from {self.holding.live}")
