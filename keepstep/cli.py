@@ -28,20 +28,45 @@ app.command()(demo)
 scale = typer.Typer(help="Measure the control plane with more ranks than fit on this machine.", no_args_is_help=True)
 app.add_typer(scale, name="scale")
 
+# Options that several commands have.
+Args = Annotated[list[str] | None, typer.Argument(help="its own arguments, after --")]
+Replicas = Annotated[int, typer.Option(help="copies of the model, the units of failure")]
+RanksPerReplica = Annotated[int, typer.Option(help="processes that share one copy")]
+NewRunDir = Annotated[Path | None, typer.Option(help="where logs and events go [default: runs/SCRIPT-TIME]")]
+MinReplicas = Annotated[int, typer.Option(help="wait when fewer could train")]
+RestartWindow = Annotated[float, typer.Option(help="seconds")]
+FinishGrace = Annotated[float, typer.Option(help="seconds for the rest to end, once one has")]
+CheckpointDir = Annotated[
+    Path | None, typer.Option(help="save states here and go on from the newest; all replicas must reach it")
+]
+CheckpointEvery = Annotated[int, typer.Option(help="steps between two checkpoints")]
+KeepCheckpoints = Annotated[int, typer.Option(help="how many complete ones are kept")]
+FaultText = Annotated[
+    list[str] | None,
+    typer.Option(help='rehearse a failure: "kill replica=1 rank=0 step=5 phase=in_exchange"; may be repeated'),
+]
+RunDir = Annotated[Path | None, typer.Argument(help="the --run-dir of a run on this machine")]
+Store = Annotated[str | None, typer.Option(help="instead: etcd://HOST:PORT[,HOST:PORT...] of the job's store")]
+JobName = Annotated[str | None, typer.Option(help="with --store: the job's name")]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="file with the job's secret [default: the run's own, or KEEPSTEP_TOKEN]")
+]
+WaitS = Annotated[float, typer.Option(help="seconds to wait for it; the request stands after that, too")]
+
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     script: Annotated[Path, typer.Argument(help="the training script")],
-    args: Annotated[list[str] | None, typer.Argument(help="its own arguments, after --")] = None,
-    replicas: Annotated[int, typer.Option(help="copies of the model, the units of failure")] = 2,
-    ranks_per_replica: Annotated[int, typer.Option(help="processes that share one copy")] = 1,
-    run_dir: Annotated[Path | None, typer.Option(help="where logs and events go [default: runs/SCRIPT-TIME]")] = None,
+    args: Args = None,
+    replicas: Replicas = 2,
+    ranks_per_replica: RanksPerReplica = 1,
+    run_dir: NewRunDir = None,
     job: Annotated[str | None, typer.Option(help="the job's name in the store [default: made up]")] = None,
     store: Annotated[
         str | None, typer.Option(help="etcd://HOST:PORT[,HOST:PORT...] of an etcd to use [default: start one]")
     ] = None,
     token_file: Annotated[Path | None, typer.Option(help="file with the job's secret [default: made up]")] = None,
-    min_replicas: Annotated[int, typer.Option(help="wait when fewer could train")] = 1,
+    min_replicas: MinReplicas = 1,
     spares: Annotated[int, typer.Option(help="warm replicas that wait in keepstep.join() to take over")] = 0,
     join_wait: Annotated[
         float | None, typer.Option(help="seconds that a step waits for a replica that is started again [default: 0]")
@@ -58,17 +83,12 @@ def run(
         typer.Option(help="seconds after which no step is normal; a first one may take as long [default: 300]"),
     ] = None,
     max_restarts: Annotated[int, typer.Option(help="of one replica, within --restart-window")] = 20,
-    restart_window: Annotated[float, typer.Option(help="seconds")] = 3600.0,
-    finish_grace: Annotated[float, typer.Option(help="seconds for the rest to end, once one has")] = 30.0,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="save states here and go on from the newest; all replicas must reach it")
-    ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="steps between two checkpoints")] = 100,
-    keep_checkpoints: Annotated[int, typer.Option(help="how many complete ones are kept")] = 3,
-    fault: Annotated[
-        list[str] | None,
-        typer.Option(help='rehearse a failure: "kill replica=1 rank=0 step=5 phase=in_exchange"; may be repeated'),
-    ] = None,
+    restart_window: RestartWindow = 3600.0,
+    finish_grace: FinishGrace = 30.0,
+    checkpoint_dir: CheckpointDir = None,
+    checkpoint_every: CheckpointEvery = 100,
+    keep_checkpoints: KeepCheckpoints = 3,
+    fault: FaultText = None,
 ) -> None:
     """Train SCRIPT on this machine; restart whatever replica dies."""
     from keepstep.launch.launcher import launch
@@ -106,8 +126,8 @@ def agent(
     store: Annotated[str, typer.Option(help="etcd://HOST:PORT[,HOST:PORT...] of the job's store")],
     job: Annotated[str, typer.Option(help="the job's name in the store")],
     slots: Annotated[int, typer.Option(help="ranks that this host has room for")],
-    args: Annotated[list[str] | None, typer.Argument(help="its own arguments, after --")] = None,
-    replicas: Annotated[int, typer.Option(help="copies of the model, over all hosts")] = 2,
+    args: Args = None,
+    replicas: Replicas = 2,
     ranks_per_replica: Annotated[int, typer.Option(help="processes that share one copy, on one host")] = 1,
     host: Annotated[str | None, typer.Option(help="what this host is called [default: its hostname]")] = None,
     host_address: Annotated[
@@ -118,18 +138,16 @@ def agent(
     token_file: Annotated[
         Path | None, typer.Option(help="file with the job's secret [default: KEEPSTEP_TOKEN]")
     ] = None,
-    min_replicas: Annotated[int, typer.Option(help="wait when fewer could train")] = 1,
+    min_replicas: MinReplicas = 1,
     replace_after: Annotated[
         float, typer.Option(help="seconds that a host may be gone before its replicas go to other hosts")
     ] = 10.0,
     max_restarts: Annotated[int, typer.Option(help="of one replica on one host, within --restart-window")] = 20,
-    restart_window: Annotated[float, typer.Option(help="seconds")] = 3600.0,
-    finish_grace: Annotated[float, typer.Option(help="seconds for the rest to end, once one has")] = 30.0,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="save states here and go on from the newest; all hosts must share it")
-    ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="steps between two checkpoints")] = 100,
-    keep_checkpoints: Annotated[int, typer.Option(help="how many complete ones are kept")] = 3,
+    restart_window: RestartWindow = 3600.0,
+    finish_grace: FinishGrace = 30.0,
+    checkpoint_dir: CheckpointDir = None,
+    checkpoint_every: CheckpointEvery = 100,
+    keep_checkpoints: KeepCheckpoints = 3,
 ) -> None:
     """Train SCRIPT on several hosts: the same command on each. Replicas of a host that is lost go to another one."""
     from keepstep.launch.agent import keep
@@ -168,21 +186,19 @@ def _own(args: list[str] | None) -> tuple[str, ...]:
 @app.command(context_settings={"allow_interspersed_args": False})
 def shadow(
     script: Annotated[Path, typer.Argument(help="the training script, unchanged")],
-    args: Annotated[list[str] | None, typer.Argument(help="its own arguments, after --")] = None,
-    replicas: Annotated[int, typer.Option(help="copies of the model, the units of failure")] = 2,
-    ranks_per_replica: Annotated[int, typer.Option(help="processes that share one copy")] = 1,
-    step_s: Annotated[float, typer.Option(help="seconds that a step computes")] = 0.0,
+    args: Args = None,
+    replicas: Replicas = 2,
+    ranks_per_replica: RanksPerReplica = 1,
+    step_s: Annotated[float | None, typer.Option(help="seconds that a step computes [default: 0]")] = None,
     step_like: Annotated[
         Path | None, typer.Option(help="instead: as long as in this real run, by its run directory")
     ] = None,
     state_fraction: Annotated[float, typer.Option(help="of the true bytes that move and are saved")] = 0.001,
-    run_dir: Annotated[Path | None, typer.Option(help="where logs and events go [default: runs/SCRIPT-TIME]")] = None,
-    min_replicas: Annotated[int, typer.Option(help="wait when fewer could train")] = 1,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="save states here")] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="steps between two checkpoints")] = 100,
-    fault: Annotated[
-        list[str] | None, typer.Option(help='"kill replica=1 rank=0 step=5 phase=in_exchange"; may be repeated')
-    ] = None,
+    run_dir: NewRunDir = None,
+    min_replicas: MinReplicas = 1,
+    checkpoint_dir: CheckpointDir = None,
+    checkpoint_every: CheckpointEvery = 100,
+    fault: FaultText = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write what it took here")] = None,
 ) -> None:
     """Rehearse SCRIPT without devices: everything real but the computing, on shapes. See docs/scale.md."""
@@ -190,8 +206,10 @@ def shadow(
     from keepstep.shadow.run import run_shadow, step_of
     from keepstep.shadow.settings import ShadowSettings
 
-    step_s = step_s if step_like is None else step_of(step_like)
-    shadow_settings = ShadowSettings(step_s=step_s, state_fraction=state_fraction)
+    if step_s is not None and step_like is not None:
+        raise ConfigError("name either --step-s or --step-like: both say how long a step takes")
+    takes = step_s or 0.0 if step_like is None else step_of(step_like)
+    shadow_settings = ShadowSettings(step_s=takes, state_fraction=state_fraction)
     settings = LaunchSettings.checked(
         script,
         _own(args),
@@ -204,15 +222,6 @@ def shadow(
         checkpoint_every=checkpoint_every,
     )
     raise typer.Exit(run_shadow(settings, shadow_settings, json_file))
-
-
-RunDir = Annotated[Path | None, typer.Argument(help="the --run-dir of a run on this machine")]
-Store = Annotated[str | None, typer.Option(help="instead: etcd://HOST:PORT[,HOST:PORT...] of the job's store")]
-JobName = Annotated[str | None, typer.Option(help="with --store: the job's name")]
-TokenFile = Annotated[
-    Path | None, typer.Option(help="file with the job's secret [default: the run's own, or KEEPSTEP_TOKEN]")
-]
-WaitS = Annotated[float, typer.Option(help="seconds to wait for it; the request stands after that, too")]
 
 
 @app.command()
@@ -267,11 +276,9 @@ def stop(
 
 @app.command()
 def status(
-    run_dir: Annotated[Path | None, typer.Argument(help="the --run-dir of a run on this machine")] = None,
-    store: Annotated[
-        str | None, typer.Option(help="instead: etcd://HOST:PORT[,HOST:PORT...] of the job's store")
-    ] = None,
-    job: Annotated[str | None, typer.Option(help="with --store: the job's name")] = None,
+    run_dir: RunDir = None,
+    store: Store = None,
+    job: JobName = None,
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
     prometheus: Annotated[bool, typer.Option("--prometheus", help="as metrics, for a textfile collector")] = False,
 ) -> None:

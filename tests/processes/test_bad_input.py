@@ -50,6 +50,10 @@ def test_options_that_cannot_work(tmp_path: Path, options: tuple[str, ...], sent
     assert not (tmp_path / "run").exists(), "the same command must work once the mistake is corrected"
 
 
+def test_a_rehearsal_whose_step_takes_two_times(tmp_path: Path) -> None:
+    refused(run(tmp_path / "run", "--step-s", "1", "--step-like", str(tmp_path), verb="shadow"), "either --step-s or")
+
+
 def test_a_start_that_fails_takes_back_only_what_it_has_made(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("precious")
     refused(run(tmp_path, "--store", "etcd://127.0.0.1:9"), "no etcd answers at")
