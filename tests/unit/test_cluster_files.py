@@ -49,6 +49,21 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     }
 
 
+SBATCH_OPTIONS = {  # of sbatch's manual: those that the file uses, and what they take
+    "job-name": r"=\w+", "nodes": r"=\d+", "ntasks-per-node": r"=\d+", "cpus-per-task": r"=\d+", "no-kill": r"(=off)?",
+    "time": r"=(\d+-)?\d+:\d\d:\d\d",
+}  # fmt: skip
+
+
+def test_slurm_takes_the_options_of_the_batch_file() -> None:
+    """To bash they are comments."""
+    options = re.findall(r"^#SBATCH (.*)$", SBATCH.read_text(), re.MULTILINE)
+    assert len(options) == len(SBATCH_OPTIONS)
+    for option in options:
+        name = option.removeprefix("--").partition("=")[0]
+        assert re.fullmatch(f"--{name}{SBATCH_OPTIONS[name]}", option), option
+
+
 def test_slurm(cluster: dict[str, str], tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", SBATCH], check=False).returncode == 0
     subprocess.run(["bash", SBATCH, "train me.py", "--lr", "1 2"], env=cluster, check=True, timeout=60)
@@ -103,6 +118,9 @@ def test_kubernetes() -> None:
     for path in (got["run_dir"], got["checkpoint_dir"]):
         assert path.is_relative_to(mounts["shared"])
     assert got["token_file"].is_relative_to(mounts["token"])
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["containerName"]) == ("FailJob", container["name"])
+    assert set(rule["onExitCodes"]["values"]) == {1, 78}, "what an agent ends with when the job has failed"
     assert job["spec"]["template"]["metadata"]["labels"].items() >= _affinity(spec).items()
 
 
