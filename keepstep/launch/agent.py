@@ -14,7 +14,9 @@ is not. While the store is away everything goes on, and nothing is moved. One as
 import asyncio
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 from keepstep.launch.agent_settings import AgentSettings
 from keepstep.launch.launcher import job_record, write_about, write_token
@@ -55,6 +57,9 @@ class Agent:
         self._seating = Seating()
         self._numbers: dict[int, int] = {}  # of the places of the replicas that are kept here
         self._mistakes: set[int] = set()  # replicas that a restart would not help
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(
+            asyncio.Lock
+        )  # what is written of a replica goes in order
         self._store: RosterStore | None = None
         self._view: StoreView | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -68,12 +73,18 @@ class Agent:
         shape = {"num_replicas": launch.replicas, "ranks_per_replica": launch.ranks}
         shell.events.emit("start", {**shape, "pid": os.getpid(), "host": self.settings.host.name})
         shell.begin(self._keeper.kill_all)
+        entering = asyncio.get_running_loop().create_task(self._enter())
         try:
-            await self._enter()
-            begun = True
+            both: tuple[asyncio.Future[Any], ...] = (entering, shell.ended)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if entering.done():
+                entering.result()
+                begun = True
             code = await shell.ended
             return code
         finally:
+            entering.cancel()
+            await asyncio.gather(entering, return_exceptions=True)
             await self._clean_up()
             shell.events.emit("end", {"code": code})
             shell.events.close()
@@ -135,6 +146,13 @@ class Agent:
         if not view.connected:
             self._seating.lost_sight()  # and nothing is moved: what we know may be over
             return
+        if view.roster.plan != self.settings.plan:
+            self._shell.say(
+                f"the store has lost what job {self.settings.launch.job} runs, or holds something else, so this agent ends: "
+                "start all agents again; with --checkpoint-dir, the job goes on from its newest checkpoint"
+            )
+            self._shell.end(1)
+            return
         self._view = view
         self._seat(self._seating.on_view(view.roster, view.requests, now=time.monotonic_ns()))
         self._keep(view)
@@ -189,7 +207,11 @@ class Agent:
                 continue
             claim = view.roster.claims.get(r)
             self._numbers[r] = at.number
-            keeper.start(keeper.take(r, lives=0 if claim is None else claim.life))
+            replica = keeper.take(r, lives=0 if claim is None else claim.life)
+            if self._requests.stop_asked:
+                self._requests.let_go(replica)
+            else:
+                keeper.start(replica)
 
     def _drain(self, view: StoreView) -> None:
         """The leaders of a drained host leave by themselves: nothing is started again here."""
@@ -217,9 +239,15 @@ class Agent:
         self._shell.start(self._claim(replica, claim, start))
 
     async def _claim(self, replica: Replica, claim: Claim, start: Callable[[], None]) -> None:
+        async with self._turns[
+            replica.id
+        ]:  # a claim forgets the outcome: one that comes after it must be written after it
+            await self._claim_now(replica, claim, start)
+
+    async def _claim_now(self, replica: Replica, claim: Claim, start: Callable[[], None]) -> None:
         assert self._store is not None
         said = False
-        while self._keeper.replicas.get(replica.id) is replica and replica.claimed == claim.incarnation:
+        while self._is_wanted(replica, claim):
             try:
                 granted = await self._store.claim(ReplicaId(replica.id), claim)
             except StoreError as error:
@@ -233,6 +261,10 @@ class Agent:
             elif self._keeper.replicas.get(replica.id) is replica:
                 self._keeper.lose(replica, "it has been seated elsewhere since")
             return
+
+    def _is_wanted(self, replica: Replica, claim: Claim) -> bool:
+        ours = self._keeper.replicas.get(replica.id) is replica
+        return ours and not replica.over and replica.claimed == claim.incarnation
 
     def on_outcome(self, replica: Replica) -> None:
         """Tells the others."""
@@ -257,11 +289,14 @@ class Agent:
     async def _put_outcome(self, replica: ReplicaId, outcome: Outcome) -> None:
         """Until it is written: the job could not end without it."""
         assert self._store is not None
-        while True:
-            try:
-                return await self._store.put_outcome(replica, outcome)
-            except StoreError:
-                await asyncio.sleep(RETRY_S)
+        async with self._turns[replica]:
+            while not self._shell.ended.done():
+                try:
+                    await self._store.put_outcome(replica, outcome)
+                except StoreError:
+                    await asyncio.sleep(RETRY_S)
+                else:
+                    return
 
     def on_mistake(self, replica: Replica, sentence: str) -> None:
         """This replica's own: a host may lack what others have."""

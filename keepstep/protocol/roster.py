@@ -44,6 +44,10 @@ class Plan:
     keep_checkpoints: int
     replace_after_s: float  # a host may be gone for so long
 
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.ranks < 1:
+            raise ValueError("a plan has at least one replica, of at least one rank")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolHost:
@@ -142,25 +146,25 @@ Requests = Mapping[ReplicaId | None, Request]
 
 
 def outcome_of(replica: ReplicaId, roster: Roster, requests: Requests) -> Outcome | None:
-    """Its outcome, unless it was asked back since then."""
-    outcome, request = roster.outcomes.get(replica), requests.get(replica)
+    """Its outcome, unless it was asked back since then, or that is of an earlier place: who was cut off there may say so late."""
+    outcome, request, at = roster.outcomes.get(replica), requests.get(replica), roster.places.get(replica)
     if outcome is None or outcome.became is Became.DONE:
         return outcome
+    if at is not None and outcome.number < at.number:
+        return None
     asked_back = request is not None and not request.leave and request.request_id != outcome.request_id
     return None if asked_back else outcome
 
 
 def moves(replica: ReplicaId, roster: Roster, requests: Requests) -> bool:
     """Whether it has left the place that it has, and waits for another."""
-    outcome, at = outcome_of(replica, roster, requests), roster.places.get(replica)
-    return outcome is not None and outcome.became is Became.MOVES and (at is None or outcome.number == at.number)
+    outcome = outcome_of(replica, roster, requests)
+    return outcome is not None and outcome.became is Became.MOVES
 
 
 def runs(replica: ReplicaId, roster: Roster, requests: Requests) -> bool:
     """Whether it is to run at the place that it has."""
-    outcome = outcome_of(replica, roster, requests)
-    left_another = outcome is not None and outcome.became is Became.MOVES and not moves(replica, roster, requests)
-    return replica in roster.places and (outcome is None or left_another)
+    return replica in roster.places and outcome_of(replica, roster, requests) is None
 
 
 def is_ending(roster: Roster, requests: Requests) -> bool:
@@ -186,12 +190,17 @@ def code_of_end(roster: Roster, requests: Requests, gone: Collection[str]) -> in
         outcome, at = outcome_of(replica, roster, requests), roster.places.get(replica)
         if outcome is not None and (outcome.became is not Became.MOVES or ending):
             continue
-        if not ending or (at is not None and at.host not in gone):
+        if not ending or (at is not None and at.host not in gone and not _began_again(roster, at)):
             return None  # it runs, or will
     kinds = {outcome.became for outcome in roster.outcomes.values()}
     if ending:
         return 0
     return 78 if Became.MISTAKE in kinds else 1
+
+
+def _began_again(roster: Roster, at: Place) -> bool:
+    """Whether the agent that kept this place has been followed by another one: what it kept has died with it."""
+    return at.host in roster.hosts and roster.hosts[at.host].agent != at.agent
 
 
 def _stopped(requests: Requests) -> bool:
@@ -279,14 +288,19 @@ def new_seats(roster: Roster, requests: Requests, gone: Collection[str]) -> TryS
     for replica in homeless[:free]:
         host = _farthest(usable, room, places.values())
         room[host.name] -= 1
-        before = held.get(replica)
-        places[replica] = Place(host=host.name, agent=host.agent, number=1 if before is None else before.number + 1)
+        places[replica] = Place(host=host.name, agent=host.agent, number=1 + _number(replica, roster))
     places |= {r: held[r] for r in stay_away if r in held}  # if its host comes back first, it goes on there
     changed = {r: at for r, at in places.items() if held.get(r) != at}
     if not changed:
         return Unseated(_too_little(plan, homeless, free, roster)) if stay_away else None
     words = "; ".join(f"replica {r} on {changed[r].host}" for r in sorted(changed))
     return TrySeats(seats=Seats(places=dict(sorted(places.items())), reason=words), revision=roster.revision)
+
+
+def _number(replica: ReplicaId, roster: Roster) -> int:
+    """Of the last place that it had; 0: it had none. Who was given up has none now, but its last life was claimed for one."""
+    at, claim = roster.places.get(replica), roster.claims.get(replica)
+    return max(0 if at is None else at.number, 0 if claim is None else claim.number)
 
 
 def _stays(at: Place | None, roster: Roster, room: Mapping[str, int], gone: Collection[str]) -> Place | None:

@@ -74,8 +74,22 @@ class RosterStore(EtcdStore):
             if done:
                 return True
 
-    async def put_outcome(self, replica: ReplicaId, outcome: Outcome) -> None:
-        await self.call(self.client.put(self._key(f"outcomes/{replica}"), encode(outcome)))
+    async def put_outcome(self, replica: ReplicaId, outcome: Outcome) -> bool:
+        """False: a life has been claimed for a newer place of it, and nobody asks what became of this one."""
+        key, client = self._key(f"claims/{replica}"), self.client
+        while True:
+            got = await self.call(client.get(key))
+            if got is not None and stored(got, Claim).number > outcome.number:
+                return False
+            done, _ = await self.call(
+                client.transaction(
+                    compare=[client.transactions.mod(key) == (0 if got is None else got.mod_revision)],
+                    success=[client.transactions.put(self._key(f"outcomes/{replica}"), encode(outcome))],
+                    failure=[],
+                )
+            )
+            if done:
+                return True
 
     async def drain_host(self, name: str, request: Request | None) -> None:
         """It is to keep no replica; None: it may again."""

@@ -1,5 +1,6 @@
 """A job on several hosts. What is lost comes up elsewhere; whoever comes back is a spare; nothing is trained twice."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 from hosts import Hosts
 from jobs import wait_until
+
+from keepstep.runtime.etcd import EtcdStore
 
 TWO_OF_THREE = ("--replicas", "2", "--replace-after", "1")
 LONG = ("--steps", "600", "--step-seconds", "0.05")
@@ -177,6 +180,71 @@ def test_every_agent_is_killed_and_the_job_goes_on_from_its_checkpoint(tmp_path:
         assert len({e["digest"] for e in final}) == 1
         restored = [d for d in hosts.of("decision") if d["restore"]]
         assert restored, "it began anew"
+
+
+@pytest.mark.faults
+def test_a_replica_is_drained_while_its_host_is_lost(tmp_path: Path) -> None:
+    """Its next place and the request come to the agent at once: what became of it must not be forgotten with the claim."""
+    options = ("--replicas", "2", "--replace-after", "8")
+    with Hosts(tmp_path, 3, *options, args=("--steps", "300", "--step-seconds", "0.05")) as hosts:
+        places = begun(hosts)
+        hosts.lose(places[1])
+        code, said = hosts.keepstep("drain", 1, "--wait", "60")
+        assert code == 0, said
+        hosts.trains(0)
+        assert lives(hosts, 1) == 1, "it was started again"
+        wait_until(lambda: all(agent.poll() is not None for agent in hosts.agents.values()), 120)
+        assert {agent.returncode for agent in hosts.agents.values()} == {0}
+    assert {e["step"] for e in hosts.of("final", replica=0)} == {300}
+
+
+@pytest.mark.faults
+def test_an_agent_is_started_again_while_the_job_ends(tmp_path: Path) -> None:
+    """What it kept has died with the agent before, and nobody is seated any more: nobody waits for it."""
+    with Hosts(tmp_path, 2, "--replicas", "2", args=ENDLESS) as hosts:
+        places = begun(hosts)
+        for rank in hosts.ranks(places[1]):
+            rank.suspend()  # so that it has not left yet
+        hosts.keepstep("stop", "--wait", "1")
+        hosts.until(lambda: hosts.of("left", replica=0))
+        hosts.lose(places[1])
+        hosts.start(places[1])
+        wait_until(lambda: all(agent.poll() is not None for agent in hosts.agents.values()), 120)
+        assert {agent.returncode for agent in hosts.agents.values()} == {0}
+    assert lives(hosts, 1) == 1
+
+
+@pytest.mark.faults
+def test_the_store_loses_what_the_job_runs(tmp_path: Path) -> None:
+    """All agents end, with a sentence, and nothing of theirs lives on."""
+
+    async def forget(url: str) -> None:
+        store = await EtcdStore.open(url, "test")
+        await store.call(store.client.delete_prefix(b"keepstep/test/"))
+        await store.close()
+
+    with Hosts(tmp_path, 2, "--replicas", "2", args=ENDLESS) as hosts:
+        begun(hosts)
+        asyncio.run(forget(hosts.url))
+        wait_until(lambda: all(agent.poll() is not None for agent in hosts.agents.values()))
+        assert {agent.returncode for agent in hosts.agents.values()} == {1}
+        assert not hosts.ranks(0)
+        assert not hosts.ranks(1)
+        for host in (0, 1):
+            assert hosts.log(host).count("the store has lost what job test runs") == 1
+
+
+def test_an_agent_that_still_enters_obeys_a_signal(tmp_path: Path) -> None:
+    """It waits for the lease of the agent before it, and must not come into the pool afterwards."""
+    with Hosts(tmp_path, 1, "--replicas", "2") as hosts:
+        hosts.until(lambda: "waiting: replicas 0 and 1" in hosts.log(0))
+        first = hosts.agents[0]
+        hosts.start(0)
+        wait_until(lambda: "an agent of this host was there just now" in hosts.log(0))
+        hosts.agents[0].send_signal(signal.SIGTERM)
+        assert hosts.agents[0].wait(30) == 128 + signal.SIGTERM
+        first.kill()
+        first.wait()
 
 
 def test_an_agent_that_does_not_fit_says_so_in_one_sentence(tmp_path: Path) -> None:

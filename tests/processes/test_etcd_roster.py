@@ -72,6 +72,20 @@ def test_a_life_is_claimed_and_the_one_before_is_dead(server: tuple[EmbeddedEtcd
     with_stores(server, job, body)
 
 
+def test_what_became_of_it_at_an_old_place_is_not_written(server: tuple[EmbeddedEtcd, str], job: str) -> None:
+    async def body(away: RosterStore, here: RosterStore) -> None:
+        assert await away.put_outcome(ZERO, Outcome(became=Became.LEFT, host="a", number=1)), "it never had a life"
+        assert await away.claim(ZERO, claim("first", 1))
+        assert await away.put_outcome(ZERO, Outcome(became=Became.GIVEN_UP, host="a", number=1))
+        assert await here.claim(ZERO, claim("second", 2))
+        assert not await away.put_outcome(ZERO, Outcome(became=Became.GIVEN_UP, host="a", number=1))
+        assert not (await here.read()).roster.outcomes
+        assert await here.put_outcome(ZERO, Outcome(became=Became.DONE, host="b", number=2))
+        assert (await away.read()).roster.outcomes[ZERO].became is Became.DONE
+
+    with_stores(server, job, body)
+
+
 def test_of_two_claims_at_once_the_newer_place_stays(server: tuple[EmbeddedEtcd, str], job: str) -> None:
     async def body(a: RosterStore, b: RosterStore) -> None:
         for number in range(1, 20, 2):

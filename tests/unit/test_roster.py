@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.protocol.ids import ReplicaId
+from keepstep.protocol.ids import Incarnation, ReplicaId
 from keepstep.protocol.messages import Request
 from keepstep.protocol.roster import (
     SPREAD_NS,
     Became,
+    Claim,
     Outcome,
     Place,
     Plan,
@@ -216,6 +217,45 @@ def test_the_job_is_over_when_no_replica_goes_on() -> None:
     assert code(r0=Became.LEFT, r1=Became.MOVES) is None, "it goes on elsewhere"
     assert code(r0=Became.DONE, r1=Became.MOVES) == 0
     assert code(stop=True, r0=Became.LEFT) is None
+
+
+def test_nobody_waits_at_the_end_for_what_died_with_an_agent_that_began_again() -> None:
+    roster = seated(THREE)
+    zero = roster.places[ReplicaId(0)]
+    again = replace(roster, hosts=roster.hosts | pool(host("b", agent="another")))
+    assert code_of_end(replace(again, outcomes={ReplicaId(0): outcome(Became.DONE, zero)}), {}, frozenset()) == 0
+    stopped = replace(again, outcomes={ReplicaId(0): outcome(Became.LEFT, zero)})
+    assert code_of_end(stopped, requests(job=request(leave=True)), frozenset()) == 0
+    assert code_of_end(replace(again, outcomes={ReplicaId(0): outcome(Became.GIVEN_UP, zero)}), {}, frozenset()) is None
+
+
+def test_the_number_of_a_place_never_falls() -> None:
+    """Or the store, where a life was claimed for a higher one, would take it for an old place."""
+    roster = replace(seated(THREE), claims={ReplicaId(0): Claim(incarnation=Incarnation("a"), number=4, life=4)})
+    over = replace(
+        roster, outcomes={ReplicaId(0): outcome(Became.GIVEN_UP, replace(roster.places[ReplicaId(0)], number=4))}
+    )
+    moved = seated(replace(over, hosts=pool(host("a"), host("b", agent="another"))))
+    assert ReplicaId(0) not in moved.places
+    assert seated(moved, r0=request(leave=False, request_id="2")).places[ReplicaId(0)].number == 5
+
+
+def test_what_became_of_it_at_an_earlier_place_does_not_count() -> None:
+    """An agent that was cut off says it when it is back, and the replica trains elsewhere by then."""
+    zero = ReplicaId(0)
+    roster = seated(replace(seated(THREE), hosts=pool(host("b"), host("c"))), frozenset({"a"}))
+    assert roster.places[zero].number == 2
+    late = replace(roster, outcomes={zero: Outcome(became=Became.GIVEN_UP, host="a", number=1, reason="it failed")})
+    assert runs(zero, late, {})
+    assert new_seats(late, {}, frozenset()) is None
+    ends = {**late.outcomes, ReplicaId(1): outcome(Became.GIVEN_UP, roster.places[ReplicaId(1)])}
+    assert code_of_end(replace(late, outcomes=ends), {}, frozenset()) is None
+
+
+@pytest.mark.parametrize("shape", [{"ranks": 0}, {"replicas": 0}])
+def test_a_plan_of_nothing_is_none(shape: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        replace(PLAN, **shape)  # type: ignore[arg-type]  # numbers only
 
 
 def test_two_agents_that_do_not_agree_are_told_about_what() -> None:
