@@ -10,6 +10,21 @@ import mmap
 import threading
 
 SMALL = 4 << 20
+_KEPT = 31 << 20  # glibc learns from blocks of up to 32 MB
+
+
+def keep_freed_memory() -> None:
+    """From now on malloc keeps what a step frees, and the next step need not fault it in again.
+
+    glibc learns by itself to keep twice the largest block that was ever freed. So a rank that has fetched its state kept
+    everything, and the one that the job began with gave 35 MB back in each step: 9,000 page faults, 24 ms of processor for a
+    model of 5M parameters. This frees one block, which nobody has touched; then up to 62 MB are kept. What is set in the
+    environment (MALLOC_TRIM_THRESHOLD_) holds, and other allocators do as they did.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.free(libc.malloc(_KEPT))
 
 
 def big_buffer(size: int) -> memoryview:

@@ -37,6 +37,7 @@ from keepstep.protocol.learning_rate import factor
 from keepstep.protocol.messages import Decision, LedgerState
 from keepstep.runtime.engine_events import EngineSettings
 from keepstep.runtime.faults import Phase
+from keepstep.runtime.memory import keep_freed_memory
 from keepstep.runtime.phases import CKPT_BLOCKING, DATA_WAIT, DISCARDED, WAIT, Phases
 from keepstep.runtime.rank import DataPlane, Given
 from keepstep.training.buckets import Buckets
@@ -201,6 +202,7 @@ class Training:
             raise ConfigError("accumulate, max_steps and bucket_bytes must be at least 1")
         if log_every < 0 or (tokens_per_sample is not None and tokens_per_sample < 1):
             raise ConfigError("log_every must be at least 0, and tokens_per_sample at least 1")
+        keep_freed_memory()
         self.job, self.model, self.optimizer, self.scheduler = job, model, optimizer, scheduler
         self.max_grad_norm, self.lr_policy, self.accumulate = max_grad_norm, lr_policy, accumulate
         self.seed = seed

@@ -1,6 +1,11 @@
-"""Large buffers: real, writable, used again."""
+"""Large buffers: real, writable, used again. Small ones: their pages are kept."""
+
+import platform
+import subprocess
+import sys
 
 import numpy as np
+import pytest
 
 from keepstep.runtime.memory import SMALL, Spares, big_buffer, touch
 
@@ -36,3 +41,30 @@ def test_a_spare_that_is_too_small_is_no_use() -> None:
     spares.give(big_buffer(10))
     assert len(spares.take(20)) == 20
     assert len(spares.take(5)) == 10
+
+
+STEPS = """
+import resource
+from keepstep.runtime.memory import keep_freed_memory
+if {keep}:
+    keep_freed_memory()
+for _ in range(5):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [bytearray(b"x") * (1 << 20) for _ in range(20)]
+    blocks.reverse()
+    while blocks:
+        blocks.pop()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc forgets")
+def test_what_a_step_frees_is_there_for_the_next_one() -> None:
+    def faults_of_a_step(keep: bool) -> int:
+        told = subprocess.run(
+            [sys.executable, "-c", STEPS.format(keep=keep)], capture_output=True, text=True, check=True
+        )
+        return int(told.stdout)
+
+    assert faults_of_a_step(keep=False) > 1000, "else there is nothing to mend here any more"
+    assert faults_of_a_step(keep=True) < 100
