@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from keepstep.protocol.messages import Checkpoint, LedgerState, StateName
+from keepstep.protocol.messages import Checkpoint, LedgerState, Reader, StateName
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,10 @@ class StateSource(Protocol):
 
     def read(self, state: StateName, lo: int, hi: int) -> bytes | bytearray | None:
         """A copy of bytes [lo, hi), consistent with `manifest`, or None if the state is no longer held."""
+        ...
+
+    def done(self, reader: Reader) -> None:
+        """That fetch is complete: nothing need be kept for it any more."""
         ...
 
 

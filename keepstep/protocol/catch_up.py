@@ -137,6 +137,7 @@ class StartFetch:
 
     state: StateName
     sources: tuple[Peer, ...]
+    since: Seq  # the decision that says so
     restore: Checkpoint | None = None
 
 
@@ -289,7 +290,8 @@ class RankMachine:
             sources = tuple(
                 peer for peer, member in zip(peers, decision.members, strict=True) if member.role is Role.WORKER
             )
-            effects += [CancelFetch(), StartFetch(state=decision.start, sources=sources, restore=decision.restore)]
+            fetch = StartFetch(state=decision.start, sources=sources, since=decision.seq, restore=decision.restore)
+            effects += [CancelFetch(), fetch]
         if decision.kind is Kind.TRAIN:
             effects.append(self._begin(decision, None))
         else:

@@ -545,7 +545,9 @@ class RankRuntime:
                 point = lambda: self.fault(Phase.RESTORING, state.step)  # noqa: E731  (one line, used once)
                 self._fetch = Restore(storage, effect.restore, state, done, point)
             return
-        self._fetch = self._fetcher.fetch(state, sources, done, throttle_bytes_per_s=self.env.fetch_throttle)
+        us = Reader(incarnation=self.incarnation, since=effect.since)
+        throttle = self.env.fetch_throttle
+        self._fetch = self._fetcher.fetch(state, sources, done, reader=us, throttle_bytes_per_s=throttle)
 
     def _on_fetch_done(
         self, fetch: object, state: StateName, result: FetchedState | TransferError, seconds: float

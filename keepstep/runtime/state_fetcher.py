@@ -5,6 +5,7 @@ shares its CPU with training (its zeros must flow), so the fetch should cost lit
 range is copied once, into its place.
 
     fetch ──> manifest from whoever answers first ──> ranges from everybody (protocol.transfer) ──> on_done
+                                                      ──> every source is told that it need not keep the state for us
 
 `on_done` and `fault` are called from the fetch's threads. Cancelling shuts the connections, so that no thread waits for a peer.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from keepstep.protocol.errors import TransferError
 from keepstep.protocol.ids import ReplicaId
-from keepstep.protocol.messages import StateName
+from keepstep.protocol.messages import Reader, StateName
 from keepstep.protocol.transfer import Range, Transfer
 from keepstep.runtime.memory import big_buffer
 from keepstep.runtime.state_connection import Connection, Damaged, Refused, Source
@@ -30,6 +31,7 @@ MAX_MANIFEST = 256 << 20
 RANGE_BYTES, SMALL_RANGE = 4 << 20, 128 << 10
 PER_SOURCE = 2  # requests under way to one source, so that it can read while the other travels
 LOOK_S = 1.0
+TOLD_S = 2.0  # sources are told for so long that we are done; whoever does not hear it makes a copy that nobody reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +51,22 @@ class _Cancelled(Exception):
 class FetchHandle:
     """A fetch under way: the state that is shared by its threads."""
 
-    def __init__(self, state: StateName, sources: Sequence[Source], signer: Signer, throttle: float | None) -> None:
-        self.state, self.sources, self.throttle = state, sources, throttle
+    def __init__(
+        self,
+        state: StateName,
+        sources: Sequence[Source],
+        signer: Signer,
+        reader: Reader | None,
+        throttle: float | None,
+    ) -> None:
+        self.state, self.sources, self.reader, self.throttle = state, sources, reader, throttle
         self._signer = signer
         self.changed = threading.Condition()
         self._gone = threading.Event()
         self._over = False  # there is nothing left to fetch
         self._connections: list[Connection] = []
         self.threads: list[threading.Thread] = []
+        self.to_tell: set[ReplicaId] = set()  # sources that are still to hear that we are done
         self.error: Exception | None = None
 
     @property
@@ -84,6 +94,11 @@ class FetchHandle:
         self.check()
         if self.error is not None:
             raise self.error
+
+    def await_told(self) -> None:
+        """Until every source that is still asked has heard that we are done; not for long."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.to_tell or self.cancelled, TOLD_S)
 
     def pause(self, seconds: float) -> None:
         """Sleeps, unless cancelled."""
@@ -141,10 +156,12 @@ class StateFetcher:
         sources: Sequence[Source],
         on_done: Callable[[FetchedState | TransferError], None],
         *,
+        reader: Reader | None = None,
         throttle_bytes_per_s: float | None = None,
     ) -> FetchHandle:
-        """Starts fetching `state`; `on_done` gets the verified bytes or why they cannot be had."""
-        handle = FetchHandle(state, sources, self._signer, throttle_bytes_per_s)
+        """Starts fetching `state`; `on_done` gets the verified bytes or why they cannot be had. `reader`: who we are for the
+        sources, who are told when it is complete."""
+        handle = FetchHandle(state, sources, self._signer, reader, throttle_bytes_per_s)
         thread = threading.Thread(target=self._run, args=(handle, on_done), name="keepstep-fetch", daemon=True)
         with self._lock:
             self._running[handle] = thread
@@ -160,22 +177,28 @@ class StateFetcher:
             thread.join(STOP_S)
 
     def _run(self, handle: FetchHandle, on_done: Callable[[FetchedState | TransferError], None]) -> None:
-        result: FetchedState | TransferError
         try:
-            result = self._fetch(handle)
-        except _Cancelled:
-            return
-        except TransferError as error:
-            result = error
-        except Exception as error:
-            log.exception("fetching state %d failed", handle.state.step)
-            result = TransferError(f"state {handle.state.step} cannot be had: {type(error).__name__}: {error}")
+            result = self._result(handle)
+            if result is not None and not handle.cancelled:
+                on_done(result)
+            if isinstance(result, FetchedState):
+                handle.await_told()
         finally:
             handle.close_connections()
             with self._lock:
                 self._running.pop(handle, None)
-        if not handle.cancelled:
-            on_done(result)
+
+    def _result(self, handle: FetchHandle) -> FetchedState | TransferError | None:
+        """None: nobody wants it any more."""
+        try:
+            return self._fetch(handle)
+        except _Cancelled:
+            return None
+        except TransferError as error:
+            return error
+        except Exception as error:
+            log.exception("fetching state %d failed", handle.state.step)
+            return TransferError(f"state {handle.state.step} cannot be had: {type(error).__name__}: {error}")
 
     def _fetch(self, handle: FetchHandle) -> FetchedState:
         if not handle.sources:
@@ -189,6 +212,7 @@ class StateFetcher:
         size = range_size(total, len(handle.sources), handle.throttle)
         transfer = Transfer(total, [s[0] for s in handle.sources], range_bytes=size)
         stripes = _Stripes(handle, transfer, data, size, self._fault)
+        handle.to_tell = {source[0] for source in handle.sources} if handle.reader is not None else set()
         for source in handle.sources:
             for _ in range(PER_SOURCE):
                 handle.spawn(lambda source=source: stripes.work(source))  # type: ignore[misc]
@@ -225,8 +249,10 @@ class _Stripes:
     ) -> None:
         self._handle, self._transfer, self._data, self._size = handle, transfer, data, size
         self._fault = fault
-        self._path = f"/state/{handle.state.step}/{handle.state.lineage}/bytes"
+        self._state = f"/state/{handle.state.step}/{handle.state.lineage}"
+        self._path = f"{self._state}/bytes"
         self._started, self._taken = time.monotonic(), 0
+        self._told: set[ReplicaId] = set()
 
     def work(self, source: Source) -> None:
         """One thread: ranges of one source, until there are none."""
@@ -244,6 +270,28 @@ class _Stripes:
                 with self._handle.changed:
                     self._transfer.failed(replica, str(error))
                     self._handle.changed.notify_all()
+        self._tell(connection, replica)
+
+    def _tell(self, connection: Connection, replica: ReplicaId) -> None:
+        """The first thread of a source that has nothing left to do lets it go."""
+        handle, reader = self._handle, self._handle.reader
+        with handle.changed:
+            if reader is None or replica not in handle.to_tell:
+                return
+            if not self._transfer.complete:  # it failed
+                handle.to_tell.discard(replica)
+                return
+            if replica in self._told:
+                return
+            self._told.add(replica)
+        try:
+            connection.get(f"{self._state}/done?life={reader.incarnation}&since={reader.since}", None, 0)
+        except Refused as error:
+            log.debug("replica %d did not hear that state %d is fetched: %s", replica, handle.state.step, error)
+        finally:
+            with handle.changed:
+                handle.to_tell.discard(replica)
+                handle.changed.notify_all()
 
     def _next(self, replica: ReplicaId) -> Range | None:
         transfer, changed = self._transfer, self._handle.changed

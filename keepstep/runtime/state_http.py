@@ -2,6 +2,7 @@
 
     GET /state/STEP/LINEAGE/manifest          JSON that describes the byte space, at least {"total": N}
     GET /state/STEP/LINEAGE/bytes?lo=A&hi=B   bytes [A, B), with their checksum
+    GET /state/STEP/LINEAGE/done?life=I&since=SEQ   nothing: the fetch that decision SEQ told incarnation I to make is complete
     401 wrong token, or none yet    400 malformed    410 not held (any more)    503 not reached yet, ask again
 
 Every connection begins with a question without a proof. Its 401 brings the connection's challenge; the proof of each further

@@ -17,8 +17,8 @@ import xxhash
 from aiohttp import http_exceptions, web
 
 from keepstep.ports import StateSource
-from keepstep.protocol.ids import Seq, Step
-from keepstep.protocol.messages import StateName
+from keepstep.protocol.ids import Incarnation, Seq, Step
+from keepstep.protocol.messages import Reader, StateName
 from keepstep.runtime.gate import AT_ONCE, BACKLOG, Doorway, Gate
 from keepstep.runtime.refusals import plain
 from keepstep.runtime.state_http import AUTH, CHALLENGE, CHECKSUM, MAX_TOTAL, PROOF, STOP_S, Signer
@@ -27,6 +27,7 @@ log = logging.getLogger("keepstep")
 
 MAX_RANGE = 64 << 20
 READERS = 8
+MAX_LIFE = 64  # characters of an incarnation
 NAME = r"/state/{step:[0-9]{1,18}}/{lineage:[0-9]{1,18}}"
 
 
@@ -81,6 +82,7 @@ class StateServer:
         app = web.Application()
         app.router.add_get(NAME + "/manifest", self._manifest)
         app.router.add_get(NAME + "/bytes", self._bytes)
+        app.router.add_get(NAME + "/done", self._done)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, logger=self._logger())
         await self._runner.setup()
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -163,6 +165,21 @@ class StateServer:
         if not 0 <= lo < hi <= MAX_TOTAL or hi - lo > MAX_RANGE:
             return web.Response(status=400, text=f"0 <= lo < hi and at most {MAX_RANGE} bytes, please")
         return await self._answer(nonce, lambda: self._source.read(state, lo, hi))
+
+    async def _done(self, request: web.Request) -> web.Response:
+        nonce = self._nonce(request)
+        if nonce is None:
+            return self._unproved(request)
+        life, since = request.query.get("life", ""), request.query.get("since", "")
+        if not 0 < len(life) <= MAX_LIFE or not (since.isascii() and since.isdigit() and len(since) <= 18):
+            return web.Response(status=400, text="whose fetch is done? life and since say it")
+        reader = Reader(incarnation=Incarnation(life), since=Seq(int(since)))
+
+        def done() -> bytes:
+            self._source.done(reader)
+            return b""
+
+        return await self._answer(nonce, done)
 
     async def _answer(self, nonce: str, read: Callable[[], bytes | bytearray | None]) -> web.Response:
         def work() -> tuple[bytes | bytearray, str] | None:

@@ -7,7 +7,7 @@ no pickle.
 *Copy before write*: peers read straight from the live tensors for as long as they hold the wanted state. Just before the
 optimizer overwrites it, what its reader has not read yet is copied aside, and it goes on with the copy. Several readers have
 each read something else, so then all of it is copied. If that would take more than `copy_bytes_max`, the state is let go and
-its readers start over from a newer one.
+its readers start over from a newer one. A reader that has everything, from here or from others, says so: nothing is copied.
 
 Threads: the state server's threads call `manifest` and `read`; the main thread calls `before_write`, `after_write`, `load`;
 the control loop calls `serve`. One condition variable guards the names; tensor bytes are copied under it, a piece at a time.
@@ -154,6 +154,7 @@ class TrainingState:
         self._read = RangeSet()  # of the live state, since its readers were last others
         self._readers: dict[Reader, StateName] = {}
         self._kept: dict[Reader, StateName] = {}  # those of `_readers` that are in this process
+        self._done: set[Reader] = set()  # they have all that they wanted, and decisions still name them
         self._frozen: dict[StateName, _Frozen] = {}
         self._reached = -1  # the newest step whose state the tensors have held
         self._spares = Spares()
@@ -244,6 +245,11 @@ class TrainingState:
                 ctypes.memmove(into.ctypes.data, frozen.data[lo:hi].ctypes.data, hi - lo)
             return frozen.valid.covers(lo, hi)
 
+    def done(self, reader: Reader) -> None:
+        with self._changed:
+            self._done.add(reader)
+            self._serve({r: s for r, s in self._readers.items() if r not in self._kept})
+
     def _await(self, state: StateName) -> bool:
         """Waits for a state that we have not reached yet; False if it is past, TimeoutError if that takes long.
 
@@ -270,8 +276,9 @@ class TrainingState:
     # --- the control loop -------------------------------------------------------------------------------------
 
     def serve(self, readers: Mapping[Reader, StateName]) -> None:
-        """From now on exactly these states must stay readable, to these readers."""
+        """From now on exactly these states must stay readable, to these readers, unless they are done."""
         with self._changed:
+            self._done &= readers.keys()
             self._serve(readers)
 
     def keep(self, reader: Reader, state: StateName | None) -> None:
@@ -285,7 +292,7 @@ class TrainingState:
 
     def _serve(self, readers: Mapping[Reader, StateName]) -> None:
         before = self._readers_of(self._live)
-        self._readers = {**readers, **self._kept}
+        self._readers = {r: s for r, s in readers.items() if r not in self._done} | self._kept
         if self._readers_of(self._live) != before:
             self._read = RangeSet()  # a new reader lacks what another one has read
         states = set(self._readers.values())

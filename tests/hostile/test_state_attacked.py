@@ -57,6 +57,8 @@ def place(server: StateServer, replica: int = 0) -> Place:
 
 ABSURD = {
     "absurd ranges": b"GET /state/3/7/bytes?lo=-1&hi=%d HTTP/1.1\r\nHost: x\r\nX-Keepstep-Auth: n:p\r\n\r\n" % 10**400,
+    "done by nobody": b"GET /state/3/7/done?life=%s&since=-1 HTTP/1.1\r\nHost: x\r\nX-Keepstep-Auth: n:p\r\n\r\n"
+    % (b"x" * 5000),
     "absurd path": b"GET /" + b"../" * 5000 + b"%00%0a%ff HTTP/1.1\r\nHost: x\r\n\r\n",
     "pipelining": b"GET /state/3/7/manifest HTTP/1.1\r\nHost: x\r\n\r\n" * 2000,
     "absurd body": b"GET /state/3/7/manifest HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % 10**18

@@ -18,8 +18,8 @@ import pytest
 import xxhash
 
 from keepstep.protocol.errors import TransferError
-from keepstep.protocol.ids import ReplicaId, Seq, Step
-from keepstep.protocol.messages import StateName
+from keepstep.protocol.ids import Incarnation, ReplicaId, Seq, Step
+from keepstep.protocol.messages import Reader, StateName
 from keepstep.runtime import state_connection, state_fetcher
 from keepstep.runtime.state_fetcher import FetchedState, StateFetcher
 from keepstep.runtime.state_http import AUTH, CHALLENGE, CHECKSUM, PROOF, Signer
@@ -35,6 +35,7 @@ class Source:
     def __init__(self, content: bytes = CONTENT, *, total: int | None = None) -> None:
         self.content, self.total = content, len(content) if total is None else total
         self.reads: list[tuple[int, int]] = []
+        self.readers_done: queue.Queue[Reader] = queue.Queue()
         self.gate = threading.Event()
         self.gate.set()
 
@@ -46,6 +47,10 @@ class Source:
         self.gate.wait(30)
         self.reads.append((lo, hi))
         return self.content[lo:hi] if state == STATE else None
+
+    def done(self, reader: Reader) -> None:
+        self.gate.wait(30)
+        self.readers_done.put(reader)
 
 
 class Fixture:
@@ -89,6 +94,49 @@ def test_ranges_are_striped_over_all_sources(world: Fixture) -> None:
     assert bytes(got.data) == CONTENT
     assert all(source.reads for source in sources)
     assert sum(got.bytes_from.values()) == len(CONTENT)
+
+
+US = Reader(incarnation=Incarnation("5f0e"), since=Seq(8))
+
+
+def test_every_source_is_told_when_the_reader_has_everything(world: Fixture) -> None:
+    sources = [Source(), Source(b"", total=len(CONTENT)), Source()]  # the second one has nothing to give, and fails
+    world.fetcher.fetch(STATE, [world.serve(s) for s in sources], world.done.put, reader=US)
+    assert [sources[i].readers_done.get(timeout=30) for i in (0, 2)] == [US, US]
+    assert isinstance(world.done.get(timeout=30), FetchedState)
+
+
+def test_who_fetches_nothing_tells_nobody(world: Fixture) -> None:
+    source = Source(b"", total=len(CONTENT))
+    world.fetcher.fetch(STATE, [world.serve(source)], world.done.put, reader=US)
+    assert isinstance(world.done.get(timeout=30), TransferError)
+    world.fetcher.close()
+    assert source.readers_done.empty()
+
+
+class Deaf(Source):
+    """Does not come to hear that a reader is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told, self.hears = threading.Event(), threading.Event()
+
+    def done(self, reader: Reader) -> None:
+        self.told.set()
+        assert self.hears.wait(30)
+
+
+def test_the_state_is_there_before_the_sources_have_heard(world: Fixture) -> None:
+    source = Deaf()
+    world.fetcher.fetch(STATE, [world.serve(source)], world.done.put, reader=US)
+    try:
+        assert isinstance(world.done.get(timeout=30), FetchedState)
+        assert source.told.wait(30)
+        began = time.monotonic()
+        world.fetcher.close()
+        assert time.monotonic() - began < 4, "closing waited for a source"
+    finally:
+        source.hears.set()
 
 
 def test_an_empty_state(world: Fixture) -> None:
@@ -450,7 +498,7 @@ def test_no_memory_is_a_sentence(world: Fixture, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_throttle_counts_all_sources_together(world: Fixture) -> None:
-    content = CONTENT[:100_000]
+    content = CONTENT[:200_000]  # four threads take the first half at once
     sources = [world.serve(Source(content)) for _ in range(2)]
     began = time.monotonic()
     world.fetcher.fetch(STATE, sources, world.done.put, throttle_bytes_per_s=200_000)

@@ -177,7 +177,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_not_offered_again() -> None:
     restore = replace(decision(5, 3, 5, member(0, C, fetch=True), kind=Kind.GATHER, ledger=NEW.ledger), restore=NEW)
     leader.on_decision(restore)
     effects = rank.on_message(Decided(decision=restore, peers=peers(restore)))
-    assert StartFetch(state=restore.start, sources=(), restore=NEW) in effects
+    assert StartFetch(state=restore.start, sources=(), since=restore.seq, restore=NEW) in effects
     failed = leader.on_message(
         Fetched(rank=Rank(1), state=restore.start, since=restore.seq, ok=False, reason="a checksum is wrong")
     )

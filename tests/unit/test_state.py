@@ -127,6 +127,43 @@ def test_no_reader_loses_what_only_another_one_has_read(
     assert healthy.state.read(name(1), kept, len(want[1])) == want[1][kept:]
 
 
+def test_nothing_is_kept_for_a_reader_that_has_everything() -> None:
+    """From other sources, say: it has read nothing here. Decisions go on naming it for a while."""
+    source = Replica(0)
+    source.state.after_write(name(1))
+    source.state.serve({reader(): name(1)})
+    source.state.done(reader())
+    source.state.serve({reader(): name(1)})
+    assert source.state.before_write() == 0
+    source.state.after_write(name(2))
+    source.state.serve({reader(since=2): name(2)})
+    assert source.state.before_write() > 0, "it fetches once more, and is another reader"
+
+
+def test_of_two_readers_the_other_one_is_still_served() -> None:
+    source = Replica(0)
+    source.state.after_write(name(1))
+    want = fetch(source.state, name(1))
+    source.state.serve({reader("a"): name(1), reader("b"): name(1)})
+    source.state.done(reader("a"))
+    assert source.state.before_write() == len(want[1])
+    source.train()
+    source.state.after_write(name(2))
+    assert source.state.read(name(1), 0, len(want[1])) == want[1]
+    source.state.done(reader("b"))
+    assert source.state.read(name(1), 0, len(want[1])) is None, "nobody wants it any more: its memory is free"
+
+
+def test_who_is_done_leaves_alone_what_is_kept_for_ourselves() -> None:
+    source = Replica(0)
+    source.state.after_write(name(1))
+    source.state.keep(reader("us"), name(1))
+    source.state.serve({reader(): name(1)})
+    source.state.done(reader())
+    assert source.state.kept
+    assert source.state.before_write() > 0
+
+
 def test_it_is_known_while_the_live_state_is_kept_for_ourselves() -> None:
     """So that time spent on a copy counts as held up by a checkpoint, and only then."""
     source = Replica(0)
