@@ -63,6 +63,7 @@ class Connecting:
     _accepted: dict[int, Accepted] = field(default_factory=dict)
     _dialling: list[socket.socket] = field(default_factory=list)
     _over: bool = False  # nothing is accepted any more
+    _heard_at: float = 0.0  # when the next member was last shown that we live
 
     def offer(self, accepted: Accepted) -> None:
         """The previous member has connected."""
@@ -93,7 +94,8 @@ class Connecting:
             if receive is not None:
                 receive.adopt(self.quorum_id)
                 receive = self._look_for_mark(receive)
-            deadline = time.monotonic() + self.settings.connect_s
+            self._heard_at = time.monotonic()
+            deadline = self._heard_at + self.settings.connect_s
             while not (send.adopted and receive is not None and receive.adopted):
                 fresh = self._take_accepted()
                 if fresh is not None:
@@ -249,17 +251,25 @@ class Connecting:
         return link
 
     def _wait(self, send: SendLink, receive: ReceiveLink | None, deadline: float) -> set[int]:
-        """Descriptors that have something to say. Raises LinkError past the deadline, Stopped if nobody wants us."""
+        """Descriptors that have something to say. Raises LinkError past the deadline, Stopped if nobody wants us.
+
+        The next member may have all its links, and waits for our first chunk: it hears from us meanwhile.
+        """
         poll = select.poll()
         poll.register(self.wake.fileno(), select.POLLIN)
         poll.register(send.fileno(), select.POLLIN | select.POLLRDHUP)
         for sock in () if receive is None else receive.socks:
             poll.register(sock, select.POLLRDHUP | (0 if receive is None or receive.adopted else select.POLLIN))
-        ready = {fd for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)}
+        now = time.monotonic()
+        if send.adopted and now >= self._heard_at + self.settings.idle_s:
+            send.heartbeat("connect")
+            self._heard_at = now
+        due = min(deadline, self._heard_at + self.settings.idle_s) if send.adopted else deadline
+        ready = {fd for fd, _ in poll.poll(max(0.0, due - now) * 1000)}
         if self.wake.fileno() in ready:
             self.wake.clear()
         self._check()
-        if not ready:
+        if not ready and time.monotonic() >= deadline:
             raise self._too_late(send)
         return ready
 

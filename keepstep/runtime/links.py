@@ -55,6 +55,11 @@ class LinkSettings:
     connect_s: float = 5.0
     user_timeout_s: float = 10.0  # unacknowledged data for so long: the path is cut
 
+    @property
+    def idle_s(self) -> float:
+        """A link over which nothing is sent for so long carries a heartbeat."""
+        return min(self.silent_floor_s, self.silent_s) / 4
+
     def __post_init__(self) -> None:
         if not 1 <= self.streams <= 64:
             raise ConfigError("streams must be between 1 and 64")
@@ -219,17 +224,19 @@ class SendLink(_Link):
         Sends a heartbeat when idle for long. Credits that nobody waits for wake nobody: each would cost two thread switches.
         """
         assert self._wake is not None
-        ready = (self._hungry if hungry else self._content).poll(
-            min(self._settings.silent_floor_s, self._settings.silent_s) * 250
-        )
+        ready = (self._hungry if hungry else self._content).poll(self._settings.idle_s * 1000)
         if not ready:
-            for sock in self.socks:
-                self._write(sock, [memoryview(HEADER.pack(self.quorum_id, 0, 0, HEARTBEAT, 0, 0))], phase)
+            self.heartbeat(phase)
         for fd, _ in ready:
             if fd == self._wake.fileno():
                 self._wake.clear()
             else:
                 self.take_credits(phase)
+
+    def heartbeat(self, phase: str) -> None:
+        """Shows the next member that we live. Not while a chunk is being sent."""
+        for sock in self.socks:
+            self._write(sock, [memoryview(HEADER.pack(self.quorum_id, 0, 0, HEARTBEAT, 0, 0))], phase)
 
     def take_credits(self, phase: str) -> None:
         """Reads what has come back. Never waits."""

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from keepstep.protocol.ids import Incarnation, QuorumId, Rank, ReplicaId
 from keepstep.protocol.messages import Endpoint, Peer
 from keepstep.protocol.ring import Shape
-from keepstep.runtime.connecting import Connecting, Kept
+from keepstep.runtime.connecting import Connecting, Kept, Stopped
 from keepstep.runtime.handshake import Identity
 from keepstep.runtime.links import HEADER, LinkError, LinkSettings, PeerClosed, ReceiveLink, RingEnded, SendLink, Wake
 from keepstep.runtime.listener import Listener
@@ -162,6 +163,31 @@ def test_a_heartbeat_is_no_chunk(pair: Pair) -> None:
     assert pair.receive.header(1, 0, 0, 10, "all-gather") is None
     pair.grant(1)
     assert pair.pass_on(b"abc", 0) == b"abc"
+
+
+def test_who_still_waits_for_its_previous_member_shows_the_next_one_that_it_lives() -> None:
+    """That one may have both links, and be in the step's first exchange: silence would end its ring."""
+    settings = replace(BASE, shared_memory=False, silent_floor_s=0.4)
+    a, b, absent = End(0, settings), End(1, settings), End(2, settings)
+    waiting = Connecting(a.me, QuorumId(1), absent.peer, b.peer, settings, SHAPE)
+    taken = Connecting(b.me, QuorumId(1), a.peer, a.peer, settings, SHAPE)
+    b.connecting.put(taken)
+    wake = Wake()
+    with ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(waiting.links, Kept())
+        assert select.select([taken.wake.fileno()], [], [], 10)[0]
+        receive = taken._take_accepted()
+        assert receive is not None
+        receive.attach(wake)
+        receive.expect_life_within(settings.silent_floor_s)
+        for _ in range(6):  # each looks for a byte within 0.4 s
+            assert receive.header(1, 0, 0, 10, "reduce-scatter") is None
+        waiting.stop()
+        with pytest.raises(Stopped):
+            stopped.result(10)
+    receive.close()
+    for thing in (a.listener, b.listener, absent.listener, waiting.wake, taken.wake, wake):
+        thing.close()
 
 
 def test_silence_in_an_exchange_is_an_error_and_between_them_is_not(pair: Pair) -> None:
