@@ -1,9 +1,9 @@
 """A healthy job on a noisy machine: `make soak-noise MINUTES=60`. Nobody may be taken for dead, or left out.
 
-Three replicas train with steps of 0.3 s, half of them real computing, and write checkpoints. Meanwhile 0 to 4 processes that do
-nothing but compute come and go, each for seconds. At the end: no rank has ended, and no decision was made without a replica. How
-slow the steps got, and whether any was called slow or tried again, is printed; the last line tells the result. Writes
-RUN_DIR/soak_noise.json.
+Three replicas train with steps of 0.3 s, half of them real computing, and write checkpoints. Meanwhile 0 to 4 processes
+(`--others`) that do nothing but compute come and go, each for seconds. At the end: no rank has ended, and no decision was made
+without a replica. How slow the steps got, and whether any was called slow or tried again, is printed; the last line tells the
+result. Writes RUN_DIR/soak_noise.json.
 """
 
 import argparse
@@ -24,8 +24,8 @@ BURN = "a = 1\nwhile True: a = a * 3 % 1000003"
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "spares_train.py"
 
 
-def disturb(job: Job, seconds: float, rng: random.Random) -> int:
-    """Starts and ends other work until the time is over. Returns how much of it there was."""
+def disturb(job: Job, seconds: float, most: int, rng: random.Random) -> int:
+    """Starts and ends other work, at most so much at a time, until the time is over. Returns how much of it there was."""
     others: list[tuple[float, subprocess.Popen[bytes]]] = []
     started, end = 0, time.monotonic() + seconds
     try:
@@ -35,7 +35,7 @@ def disturb(job: Job, seconds: float, rng: random.Random) -> int:
                 process.kill()
                 process.wait()
                 others.remove((due, process))
-            if len(others) < 4 and rng.random() < 0.3:
+            if len(others) < most and rng.random() < 0.3:
                 others.append((now + rng.uniform(1, 20), subprocess.Popen([sys.executable, "-c", BURN])))
                 started += 1
             time.sleep(0.5)
@@ -66,6 +66,7 @@ def judge(result: Result) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--others", type=int, default=4, help="less beside other load")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", type=Path, default=None)
     args = parser.parse_args()
@@ -75,7 +76,7 @@ def main() -> int:
     script = ("--step-seconds", str(STEP_S), "--noise", str(STEP_S / 2))
     with Job(run_dir, *options, replicas=REPLICAS, script=SCRIPT, args=script) as job:
         job.until_step(5)
-        others = disturb(job, args.minutes * 60, random.Random(args.seed))
+        others = disturb(job, args.minutes * 60, args.others, random.Random(args.seed))
         told = subprocess.run([sys.executable, "-m", "keepstep", "stop", str(run_dir)], check=False)
         result = job.finish(300)
     kill_all(run_dir)
