@@ -34,6 +34,20 @@ Replicas = Annotated[int, typer.Option(help="copies of the model, the units of f
 RanksPerReplica = Annotated[int, typer.Option(help="processes that share one copy")]
 NewRunDir = Annotated[Path | None, typer.Option(help="where logs and events go [default: runs/SCRIPT-TIME]")]
 MinReplicas = Annotated[int, typer.Option(help="wait when fewer could train")]
+Spares = Annotated[int, typer.Option(help="warm replicas on this machine that wait in keepstep.join() to take over")]
+JoinWait = Annotated[
+    float | None, typer.Option(help="seconds that a step waits for a replica that is started again [default: 0]")
+]
+Straggler = Annotated[
+    float | None, typer.Option(help="seconds until a replica that lives and does not go on is given up [default: 60]")
+]
+SlowFloor = Annotated[
+    float | None, typer.Option(help="seconds beyond twice a step in which no progress is normal [default: 1]")
+]
+SlowCeiling = Annotated[
+    float | None,
+    typer.Option(help="seconds after which no step is normal; a first one may take as long [default: 300]"),
+]
 RestartWindow = Annotated[float, typer.Option(help="seconds")]
 FinishGrace = Annotated[float, typer.Option(help="seconds for the rest to end, once one has")]
 CheckpointDir = Annotated[
@@ -67,21 +81,11 @@ def run(
     ] = None,
     token_file: Annotated[Path | None, typer.Option(help="file with the job's secret [default: made up]")] = None,
     min_replicas: MinReplicas = 1,
-    spares: Annotated[int, typer.Option(help="warm replicas that wait in keepstep.join() to take over")] = 0,
-    join_wait: Annotated[
-        float | None, typer.Option(help="seconds that a step waits for a replica that is started again [default: 0]")
-    ] = None,
-    straggler: Annotated[
-        float | None,
-        typer.Option(help="seconds until a replica that lives and does not go on is given up [default: 60]"),
-    ] = None,
-    slow_floor: Annotated[
-        float | None, typer.Option(help="seconds beyond twice a step in which no progress is normal [default: 1]")
-    ] = None,
-    slow_ceiling: Annotated[
-        float | None,
-        typer.Option(help="seconds after which no step is normal; a first one may take as long [default: 300]"),
-    ] = None,
+    spares: Spares = 0,
+    join_wait: JoinWait = None,
+    straggler: Straggler = None,
+    slow_floor: SlowFloor = None,
+    slow_ceiling: SlowCeiling = None,
     max_restarts: Annotated[int, typer.Option(help="of one replica, within --restart-window")] = 20,
     restart_window: RestartWindow = 3600.0,
     finish_grace: FinishGrace = 30.0,
@@ -139,9 +143,14 @@ def agent(
         Path | None, typer.Option(help="file with the job's secret [default: KEEPSTEP_TOKEN]")
     ] = None,
     min_replicas: MinReplicas = 1,
+    spares: Spares = 0,
     replace_after: Annotated[
         float, typer.Option(help="seconds that a host may be gone before its replicas go to other hosts")
     ] = 10.0,
+    join_wait: JoinWait = None,
+    straggler: Straggler = None,
+    slow_floor: SlowFloor = None,
+    slow_ceiling: SlowCeiling = None,
     max_restarts: Annotated[int, typer.Option(help="of one replica on one host, within --restart-window")] = 20,
     restart_window: RestartWindow = 3600.0,
     finish_grace: FinishGrace = 30.0,
@@ -167,7 +176,12 @@ def agent(
         run_dir=run_dir,
         token_file=token_file,
         min_replicas=min_replicas,
+        spares=spares,
         replace_after_s=replace_after,
+        join_wait_s=join_wait,
+        straggler_s=straggler,
+        slow_floor_s=slow_floor,
+        slow_ceiling_s=slow_ceiling,
         max_restarts=max_restarts,
         restart_window_s=restart_window,
         finish_grace_s=finish_grace,

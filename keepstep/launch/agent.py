@@ -122,6 +122,7 @@ class Agent:
         await self._keeper.warm_up()  # a start that waits for it would hold up the loop for longer than a lease lasts
         await self._enter_pool(self._store)
         write_about(launch, launch.store)
+        self._keeper.make_spares()  # a host without a replica has one ready for those that come here
         await self._store.watch_roster(lambda view: self._shell.guarded(self._on_view, view))
 
     async def _enter_pool(self, store: RosterStore) -> None:

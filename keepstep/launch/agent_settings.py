@@ -43,7 +43,12 @@ class AgentSettings:
         run_dir: Path | None = None,
         token_file: Path | None = None,
         min_replicas: int = 1,
+        spares: int = 0,
         replace_after_s: float = 10.0,
+        join_wait_s: float | None = None,
+        straggler_s: float | None = None,
+        slow_floor_s: float | None = None,
+        slow_ceiling_s: float | None = None,
         max_restarts: int = 20,
         restart_window_s: float = 3600.0,
         finish_grace_s: float = 30.0,
@@ -55,6 +60,10 @@ class AgentSettings:
         check_job(job)
         name = check_host(socket.gethostname() if host is None else host)
         label = label_of(labels)
+        join_wait_s = said_s("KEEPSTEP_JOIN_WAIT_S", join_wait_s)
+        straggler_s = said_s("KEEPSTEP_STRAGGLER_S", straggler_s)
+        slow_floor_s = said_s("KEEPSTEP_SLOW_FLOOR_S", slow_floor_s)
+        slow_ceiling_s = said_s("KEEPSTEP_SLOW_CEILING_S", slow_ceiling_s)
         if read_token_file(token_file) is None:
             raise ConfigError(
                 "set KEEPSTEP_TOKEN or --token-file to the job's secret, the same for the agents of all hosts"
@@ -77,6 +86,11 @@ class AgentSettings:
             store=store,
             token_file=token_file,
             min_replicas=min_replicas,
+            spares=spares,
+            join_wait_s=join_wait_s,
+            straggler_s=straggler_s,
+            slow_floor_s=slow_floor_s,
+            slow_ceiling_s=slow_ceiling_s,
             max_restarts=max_restarts,
             restart_window_s=restart_window_s,
             finish_grace_s=finish_grace_s,
@@ -94,6 +108,10 @@ class AgentSettings:
             checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
             replace_after_s=replace_after_s,
+            join_wait_s=join_wait_s,
+            straggler_s=straggler_s,
+            slow_floor_s=slow_floor_s,
+            slow_ceiling_s=slow_ceiling_s,
         )
         about = f"pid {os.getpid()} on {socket.gethostname()}, run directory {launch.run_dir}"
         me = PoolHost(name=name, agent=secrets.token_hex(8), slots=slots, label=label, about=about)
@@ -109,6 +127,16 @@ class AgentSettings:
             "KEEPSTEP_AGENT": self.host.name,
             "KEEPSTEP_LABEL": self.host.label,
         }
+
+
+def said_s(name: str, option: float | None) -> float | None:
+    """What holds here, so that agents can compare it: the option, else the environment that ranks inherit."""
+    if option is not None or not os.environ.get(name):
+        return option
+    try:
+        return float(os.environ[name])
+    except ValueError:
+        raise ConfigError(f"{name} must be a number, got {os.environ[name]!r}") from None
 
 
 def check_host(name: str) -> str:

@@ -117,6 +117,11 @@ class ReplicaKeeper:
             with contextlib.suppress(ZygoteError):
                 await asyncio.to_thread(self._zygote.warm_up)
 
+    def make_spares(self) -> None:
+        """In a while, also if no replica is kept here yet."""
+        assert self._spares is not None
+        self._spares.settle()
+
     @property
     def store(self) -> EtcdStore:
         assert self._store is not None

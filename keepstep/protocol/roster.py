@@ -43,6 +43,10 @@ class Plan:
     checkpoint_every: int
     keep_checkpoints: int
     replace_after_s: float  # a host may be gone for so long
+    join_wait_s: float | None = None  # for these, None is the default of the ranks
+    straggler_s: float | None = None
+    slow_floor_s: float | None = None
+    slow_ceiling_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.ranks < 1:

@@ -123,9 +123,10 @@ class Hosts:
         wait_until(lambda: not self.ranks(host), 30)
 
     def ranks(self, host: int, replica: int | None = None) -> list[psutil.Process]:
-        """The living ranks that its agents have started, in whatever life."""
-        spawned = (e for path in self.run_dir.glob(f"h{host}-*") for e in read_events(path) if e["event"] == "spawn")
-        pids = [pid for e in spawned if replica in (None, e["replica"]) for pid in e["pids"]]
+        """The living ranks that its agents have started, in whatever life; without `replica`, spares too."""
+        told = (e for path in self.run_dir.glob(f"h{host}-*") for e in read_events(path))
+        started = [e for e in told if e["event"] in ("spawn", "spare") and replica in (None, e.get("replica"))]
+        pids = [pid for e in started for pid in e.get("pids", ())]
         living = []
         for pid in pids:
             try:
@@ -135,6 +136,18 @@ class Hosts:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return living
+
+    def warm(self, host: int) -> list[int]:
+        """Waits for a spare of this host's newest agent that is ready: its processes, by rank."""
+        life = max(self.run_dir.glob(f"h{host}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+
+        def ready() -> list[int] | None:
+            told = [e for e in read_events(life) if e["event"] == "spare"]
+            numbers = [e["number"] for e in told if e["state"] == "ready"]
+            return next((e["pids"] for e in told if numbers and e["number"] == numbers[-1] and "pids" in e), None)
+
+        found: list[int] = self.until(ready)
+        return found
 
     def log(self, host: int) -> str:
         return (self.folder / f"h{host}.log").read_text(errors="replace")

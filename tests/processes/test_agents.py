@@ -28,13 +28,17 @@ def lives(hosts: Hosts, replica: int) -> int:
 
 
 def test_a_lost_host_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
-    """kill -9 of an agent, and with it of its ranks."""
-    with Hosts(tmp_path, 3, *TWO_OF_THREE, args=("--steps", "300", "--step-seconds", "0.05", "--plain")) as hosts:
+    """kill -9 of an agent, and with it of its ranks. The spare host has processes ready, and no replica: they take over."""
+    options = (*TWO_OF_THREE, "--spares", "1")
+    with Hosts(tmp_path, 3, *options, args=("--steps", "400", "--step-seconds", "0.05", "--plain")) as hosts:
         places = begun(hosts)
         (spare,) = {0, 1, 2} - set(places.values())
+        warm = hosts.warm(spare)
         hosts.lose(places[1])
         hosts.trains(1)
         assert hosts.places() == {0: places[0], 1: spare}
+        assert hosts.of("spawn", replica=1)[-1]["pids"] == warm
+        assert hosts.of("entered", replica=1, rank=0)[-1]["spare"]
         result = hosts.finish(2)
     assert [e["life"] for e in result.of("spawn") if e["replica"] == 1] == [1, 2]
     assert [e["life"] for e in result.of("spawn") if e["replica"] == 0] == [1]
@@ -43,8 +47,8 @@ def test_a_lost_host_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.timeout(480)
 def test_hosts_are_lost_one_after_the_other_and_come_back(tmp_path: Path) -> None:
-    """Each in a network of its own, replicas of two ranks. The one that came back is the spare for the next."""
-    options = (*TWO_OF_THREE, "--ranks-per-replica", "2")
+    """Each in a network of its own, replicas of two ranks. The one that came back is the spare for the next, with warm ranks."""
+    options = (*TWO_OF_THREE, "--ranks-per-replica", "2", "--spares", "1")
     with Hosts(tmp_path, 3, *options, slots=2, apart=True, args=LONG) as hosts:
         places = begun(hosts)
         (spare,) = {0, 1, 2} - set(places.values())
@@ -53,8 +57,10 @@ def test_hosts_are_lost_one_after_the_other_and_come_back(tmp_path: Path) -> Non
         hosts.start(places[1])
         hosts.until(lambda: "in the pool" in {h["doing"] for h in hosts.status()["hosts"] if not h["replicas"]})
         assert hosts.places() == {0: places[0], 1: spare}, "nobody moves because a host is back"
+        warm = hosts.warm(places[1])
         hosts.lose(places[0])
         hosts.trains(0)
+        assert hosts.of("spawn", replica=0)[-1]["pids"] == warm
         assert hosts.places() == {0: places[1], 1: spare}
         hosts.finish(2)
 
@@ -279,6 +285,14 @@ def test_an_agent_that_does_not_fit_says_so_in_one_sentence(tmp_path: Path) -> N
         code, said = agent(hosts, "--replicas", "3")
         assert code == 78
         assert said.startswith("keepstep: the agents of job test run something else, replicas is 2 there, 3 here: ")
+        code, said = agent(hosts, "--straggler", "9")
+        assert code == 78
+        assert "the agents of job test run something else, straggler s is None there, 9.0 here: " in said
+        code, said = agent(hosts, KEEPSTEP_JOIN_WAIT_S="0.5")
+        assert code == 78
+        assert "join wait s is None there, 0.5 here: " in said, "the environment of its ranks counts too"
+        code, said = agent(hosts, KEEPSTEP_SLOW_FLOOR_S="soon")
+        assert (code, said) == (78, "keepstep: KEEPSTEP_SLOW_FLOOR_S must be a number, got 'soon'\n")
         code, said = agent(hosts, KEEPSTEP_TOKEN="another")
         assert code == 78
         assert "the job token differs" in said
