@@ -48,6 +48,7 @@ SlowCeiling = Annotated[
     float | None,
     typer.Option(help="seconds after which no step is normal; a first one may take as long [default: 300]"),
 ]
+MaxRestarts = Annotated[int, typer.Option(help="of one replica, on whatever host, within --restart-window")]
 RestartWindow = Annotated[float, typer.Option(help="seconds")]
 FinishGrace = Annotated[float, typer.Option(help="seconds for the rest to end, once one has")]
 CheckpointDir = Annotated[
@@ -86,7 +87,7 @@ def run(
     straggler: Straggler = None,
     slow_floor: SlowFloor = None,
     slow_ceiling: SlowCeiling = None,
-    max_restarts: Annotated[int, typer.Option(help="of one replica, within --restart-window")] = 20,
+    max_restarts: MaxRestarts = 20,
     restart_window: RestartWindow = 3600.0,
     finish_grace: FinishGrace = 30.0,
     checkpoint_dir: CheckpointDir = None,
@@ -151,7 +152,7 @@ def agent(
     straggler: Straggler = None,
     slow_floor: SlowFloor = None,
     slow_ceiling: SlowCeiling = None,
-    max_restarts: Annotated[int, typer.Option(help="of one replica on one host, within --restart-window")] = 20,
+    max_restarts: MaxRestarts = 20,
     restart_window: RestartWindow = 3600.0,
     finish_grace: FinishGrace = 30.0,
     checkpoint_dir: CheckpointDir = None,

@@ -34,6 +34,7 @@ from keepstep.protocol.roster import (
     TrySeats,
     code_of_end,
     differences,
+    failures_before,
     runs,
 )
 from keepstep.runtime.etcd_roster import RosterStore
@@ -208,11 +209,12 @@ class Agent:
                 continue
             claim = view.roster.claims.get(r)
             self._numbers[r] = at.number
-            replica = keeper.take(r, lives=0 if claim is None else claim.life)
+            failures = failures_before(r, view.roster, wall_s=time.time())
+            replica = keeper.take(r, lives=0 if claim is None else claim.life, failures=failures)
             if self._requests.stop_asked:
                 self._requests.let_go(replica)
             else:
-                keeper.start(replica)
+                keeper.resume(replica)
 
     def _drain(self, view: StoreView) -> None:
         """The leaders of a drained host leave by themselves: nothing is started again here."""
@@ -236,7 +238,13 @@ class Agent:
 
     def claim(self, replica: Replica, incarnation: Incarnation, start: Callable[[], None]) -> None:
         """Calls `start` once the store says that this life is the replica's newest."""
-        claim = Claim(incarnation=incarnation, number=self._numbers[replica.id], life=replica.history.lives)
+        claim = Claim(
+            incarnation=incarnation,
+            number=self._numbers[replica.id],
+            life=replica.history.lives,
+            host=self.settings.host.name,
+            failures=replica.history.told(now=asyncio.get_running_loop().time(), wall_s=time.time()),
+        )
         self._shell.start(self._claim(replica, claim, start))
 
     async def _claim(self, replica: Replica, claim: Claim, start: Callable[[], None]) -> None:

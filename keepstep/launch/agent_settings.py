@@ -112,6 +112,8 @@ class AgentSettings:
             straggler_s=straggler_s,
             slow_floor_s=slow_floor_s,
             slow_ceiling_s=slow_ceiling_s,
+            max_restarts=max_restarts,
+            restart_window_s=restart_window_s,
         )
         about = f"pid {os.getpid()} on {socket.gethostname()}, run directory {launch.run_dir}"
         me = PoolHost(name=name, agent=secrets.token_hex(8), slots=slots, label=label, about=about)

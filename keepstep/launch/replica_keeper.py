@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from keepstep.launch.spares import Spares
 from keepstep.launch.zygote import Zygote, ZygoteError
 from keepstep.protocol.errors import EX_CONFIG, EX_NO_RESTART, EX_REPLICA_LOST
 from keepstep.protocol.ids import Incarnation, ReplicaId
+from keepstep.protocol.roster import Failure
 from keepstep.runtime.etcd import EtcdStore
 
 TRAINED_TO_THE_END = b'"event": "final"', b'"event": "over"'
@@ -127,11 +129,20 @@ class ReplicaKeeper:
         assert self._store is not None
         return self._store
 
-    def take(self, replica_id: int, *, lives: int = 0) -> Replica:
-        """This replica is kept here from now on. `lives`: how many it has had elsewhere."""
+    def take(self, replica_id: int, *, lives: int = 0, failures: Sequence[Failure] = ()) -> Replica:
+        """This replica is kept here from now on. How many `lives` it has had elsewhere, and how they ended."""
         history = History(self.settings.max_restarts, self.settings.restart_window_s, lives=lives)
+        history.recall(failures, now=asyncio.get_running_loop().time(), wall_s=time.time())
         self.replicas[replica_id] = Replica(replica_id, history)
         return self.replicas[replica_id]
+
+    def resume(self, replica: Replica) -> None:
+        """Its first life here, unless too many have failed elsewhere."""
+        answer = replica.history.judge(job_has_trained=True)
+        if isinstance(answer, GiveUp):
+            self.give_up(replica, answer.reason)
+        else:
+            self.start(replica)
 
     def lose(self, replica: Replica, why: str) -> None:
         """It is not ours any more: its life ends, and nobody here starts another."""

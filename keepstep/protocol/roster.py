@@ -47,6 +47,8 @@ class Plan:
     straggler_s: float | None = None
     slow_floor_s: float | None = None
     slow_ceiling_s: float | None = None
+    max_restarts: int = 20  # of one replica, on whatever hosts, within
+    restart_window_s: float = 3600.0
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.ranks < 1:
@@ -82,12 +84,24 @@ class Seats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How a life of a replica ended."""
+
+    cause: str
+    killed: bool  # by a signal from outside, or with its host: it says little of the replica
+    trained: bool
+    at_s: float  # seconds of some clock; told to others, of the wall clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """The newest life of a replica. Replaced by compare-and-swap only, and before anything of that life is started."""
 
     incarnation: Incarnation
     number: int  # of its place
     life: int  # how many the replica has had
+    host: str = ""
+    failures: tuple[Failure, ...] = ()  # of the lives before, as far as they count for the next host too
 
 
 class Became(StrEnum):
@@ -169,6 +183,20 @@ def moves(replica: ReplicaId, roster: Roster, requests: Requests) -> bool:
 def runs(replica: ReplicaId, roster: Roster, requests: Requests) -> bool:
     """Whether it is to run at the place that it has."""
     return replica in roster.places and outcome_of(replica, roster, requests) is None
+
+
+def failures_before(replica: ReplicaId, roster: Roster, *, wall_s: float) -> tuple[Failure, ...]:
+    """What the host that takes it now must know of its earlier lives: a crash loop may wander over hosts, or end them.
+
+    Who was given up or had left, and was asked back since, begins anew.
+    """
+    claim, outcome = roster.claims.get(replica), roster.outcomes.get(replica)
+    if claim is None:
+        return ()
+    if outcome is None:
+        lost = f"host {claim.host} was lost, or its agent"
+        return (*claim.failures, Failure(cause=lost, killed=True, trained=True, at_s=wall_s))
+    return claim.failures if outcome.became is Became.MOVES else ()
 
 
 def is_ending(roster: Roster, requests: Requests) -> bool:

@@ -67,6 +67,32 @@ def test_hosts_are_lost_one_after_the_other_and_come_back(tmp_path: Path) -> Non
 
 @pytest.mark.faults
 @pytest.mark.timeout(480)
+def test_the_restart_budget_goes_with_a_replica_to_another_host(tmp_path: Path) -> None:
+    """A rank is killed, its host lost, a rank of the next host killed: once too often. Asked back, it begins anew."""
+    options = (*TWO_OF_THREE, "--max-restarts", "2")
+    with Hosts(tmp_path, 3, *options, args=ENDLESS) as hosts:
+        places = begun(hosts)
+        (spare,) = {0, 1, 2} - set(places.values())
+        hosts.ranks(places[1], 1)[0].kill()
+        hosts.until(lambda: lives(hosts, 1) == 2)
+        hosts.trains(1)
+        hosts.lose(places[1])
+        hosts.trains(1)
+        assert lives(hosts, 1) == 3
+        hosts.ranks(spare, 1)[0].kill()
+        (given_up,) = hosts.until(lambda: hosts.of("gave_up", replica=1))
+        assert "it has been restarted 2 times in 3600 s (--max-restarts, --restart-window)" in given_up["reason"]
+        assert "2 of 3 failures said: " in given_up["reason"]
+        code, said = hosts.keepstep("add", 1)
+        assert code == 0, said
+        hosts.trains(1)
+        hosts.ranks(spare, 1)[0].kill()
+        hosts.until(lambda: lives(hosts, 1) == 5)
+        hosts.trains(1)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("how", ["cut", "black_hole"])
 def test_a_host_that_is_cut_off_is_replaced_and_comes_back_as_a_spare(tmp_path: Path, how: str) -> None:
     """Its ranks live on alone, and train nothing; they end when they hear of the life that took their place."""

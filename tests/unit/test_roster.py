@@ -12,6 +12,7 @@ from keepstep.protocol.roster import (
     SPREAD_NS,
     Became,
     Claim,
+    Failure,
     Outcome,
     Place,
     Plan,
@@ -22,6 +23,7 @@ from keepstep.protocol.roster import (
     Unseated,
     code_of_end,
     differences,
+    failures_before,
     moves,
     new_seats,
     runs,
@@ -301,3 +303,24 @@ def test_whatever_comes_and_goes_everybody_who_fits_has_one_place(
         for r, at in before.places.items():
             if at.host in now and now[at.host].agent == at.agent:
                 assert roster.places[r] == at
+
+
+@pytest.mark.parametrize(
+    ("became", "causes"),
+    [
+        (None, ["boom", "host a was lost, or its agent"]),
+        (Became.MOVES, ["boom"]),  # its host was drained
+        (Became.GIVEN_UP, []),  # and was asked back since, or it would not be taken
+        (Became.LEFT, []),
+    ],
+)
+def test_what_the_next_host_knows_of_the_lives_before(became: Became | None, causes: list[str]) -> None:
+    boom = Failure(cause="boom", killed=False, trained=True, at_s=1000.0)
+    claim = Claim(incarnation=Incarnation("x"), number=1, life=2, host="a", failures=(boom,))
+    at = Place(host="a", agent="agent-of-a", number=1)
+    outcomes = {} if became is None else {ReplicaId(0): outcome(became, at)}
+    roster = Roster(plan=PLAN, claims={ReplicaId(0): claim}, outcomes=outcomes)
+    found = failures_before(ReplicaId(0), roster, wall_s=1010.0)
+    assert [failure.cause for failure in found] == causes
+    assert found == () or found[-1].at_s == (1010.0 if became is None else 1000.0)
+    assert failures_before(ReplicaId(1), roster, wall_s=1010.0) == (), "it has had no life yet"
