@@ -317,11 +317,18 @@ def status(
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(help="the --run-dir of a run, which may still go on")]) -> None:
-    """Write RUN_DIR/report.html: where the time went, every failure, ETTR."""
+def report(
+    run_dir: Annotated[
+        list[Path],
+        typer.Argument(
+            help="the --run-dir of a run, which may still go on; of a job's agents, or the directory of each host"
+        ),
+    ],
+) -> None:
+    """Write RUN_DIR/report.html: where the time went, every failure, ETTR. Of several hosts, one report over all."""
     from keepstep.observe.report import write_report
 
-    typer.echo(write_report(run_dir))
+    typer.echo(write_report(*run_dir))
 
 
 @app.command()

@@ -16,6 +16,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from keepstep.launch.agent_settings import AgentSettings
@@ -72,7 +73,7 @@ class Agent:
         shell, launch = self._shell, self.settings.launch
         code, begun = 1, False
         shape = {"num_replicas": launch.replicas, "ranks_per_replica": launch.ranks}
-        shell.events.emit("start", {**shape, "pid": os.getpid(), "host": self.settings.host.name})
+        shell.events.emit("start", {**shape, "pid": os.getpid(), "host": self.settings.host.name, "boot": _boot()})
         shell.begin(self._keeper.kill_all)
         entering = asyncio.get_running_loop().create_task(self._enter())
         try:
@@ -330,6 +331,14 @@ class Agent:
             await self._store.close()
         self._keeper.clean_up()
         self._token_file.unlink(missing_ok=True)
+
+
+def _boot() -> str:
+    """Names the kernel's run, and so the monotonic clock of these records; empty if it has no name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def keep(settings: AgentSettings) -> int:

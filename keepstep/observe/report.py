@@ -14,8 +14,9 @@ from typing import Any
 from keepstep.observe import plots
 from keepstep.observe.findings import Findings
 from keepstep.observe.goodput import NS, State
+from keepstep.observe.hosts import Clock, read_hosts, run_directories
 from keepstep.observe.incidents import Incident
-from keepstep.observe.records import Run, read_run
+from keepstep.observe.records import Record, Run
 from keepstep.observe.summary import summarize
 from keepstep.protocol.errors import ConfigError
 from keepstep.version import __version__
@@ -62,14 +63,19 @@ MEANING = {
 }
 
 
-def write_report(run_dir: Path) -> Path:
-    """RUN_DIR/report.html, of what there is: also while the run goes on."""
-    run = read_run(run_dir)
+def write_report(*paths: Path) -> Path:
+    """report.html in the first of them, of what there is: also while the run goes on. `paths`: run directories of one job, or
+    directories that hold them. Raises ConfigError."""
+    directories = run_directories(paths)
+    run, clocks = read_hosts(directories)
     if not run.events:
-        raise ConfigError(f"{run_dir} holds no events of a run: name the --run-dir of `keepstep run`")
-    path = run_dir / "report.html"
+        raise ConfigError(f"{paths[0]} holds no events of a run: name the --run-dir of `keepstep run`")
+    jobs = {title(d) for d in directories if (d / "run.json").exists()}
+    if len(jobs) > 1:
+        raise ConfigError(f"these are the records of several jobs, {', '.join(sorted(jobs))}: name those of one")
+    path = paths[0] / "report.html"
     try:
-        path.write_text(render(run, title(run_dir)), encoding="utf-8")
+        path.write_text(render(run, next(iter(jobs), title(paths[0])), clocks), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     return path
@@ -84,8 +90,8 @@ def title(run_dir: Path) -> str:
         return run_dir.resolve().name
 
 
-def render(run: Run, name: str) -> str:
-    """The whole page."""
+def render(run: Run, name: str, clocks: Sequence[Clock] = ()) -> str:
+    """The whole page. `clocks`: whose records these are."""
     findings = Findings.of(run)
     summary = summarize(run, findings)
     parts = [
@@ -105,6 +111,8 @@ def render(run: Run, name: str) -> str:
         note = "Red: a replica was lost in this step. Green: one trained again from this step on."
         parts.append(_figure("Loss", note, _drawn(findings, plots.loss)))
     parts.append(_incidents(findings.incidents))
+    if sum(len(clock.names) for clock in clocks) > 1:
+        parts.append(_hosts(clocks))
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style>'
     return (
         f'<!doctype html>\n<html lang="en"><head><title>{escape(name)}</title>{head}</head>\n<body>\n'
@@ -116,12 +124,21 @@ def render(run: Run, name: str) -> str:
 # --- numbers ---------------------------------------------------------------------------------------------------
 
 
-def _verdict(run: Run, summary: dict[str, Any]) -> str:
+def _end(run: Run) -> Record | None:
+    """The job's. One of several agents may end before, by a signal or for good, while the others go on."""
     ends = run.of("end")
-    if not ends:
+    if len(run.of("start")) > len(ends):
+        ends = [e for e in ends if (e.get("code") or 0) < 128]
+    decided = max((d["mono"] for d in run.of("decision")), default=0.0)
+    return ends[-1] if ends and ends[-1]["mono"] >= decided else None
+
+
+def _verdict(run: Run, summary: dict[str, Any]) -> str:
+    end = _end(run)
+    if end is None:
         return "The records end without the run's end: it goes on, or its launcher was killed."
-    if ends[-1].get("code") != 0:
-        return f"The job ended with exit code {ends[-1].get('code')}."
+    if end.get("code") != 0:
+        return f"The job ended with exit code {end.get('code')}."
     same = (
         "all replicas ended with the same bits"
         if summary["digests_equal"]
@@ -199,6 +216,15 @@ def _incidents(incidents: Sequence[Incident]) -> str:
     shown = f"The last {ROWS_MAX} of {len(incidents)}. " if len(incidents) > ROWS_MAX else ""
     note = f"{shown}Times count from the failure; stalls are what a step took beyond the usual."
     return f"<h2>Failures</h2><p>{note}</p>{_table(heads, rows, numbers=tuple(range(3, 11)), words=(2,))}"
+
+
+def _hosts(clocks: Sequence[Clock]) -> str:
+    rows = ([escape(", ".join(clock.names)), f"{clock.shift_s:+,.3f} s", escape(clock.words)] for clock in clocks)
+    note = (
+        "Whose records these are. Each host has a clock of its own: what was added to its times, and how exact that is."
+    )
+    table = _table(["records", "added", "how exact"], rows, numbers=(1,), words=(0, 2))
+    return f"<h2>Hosts</h2><p>{note}</p>{table}"
 
 
 def _table(

@@ -10,6 +10,10 @@ import pytest
 from hosts import Hosts
 from jobs import wait_until
 
+from keepstep.observe.findings import Findings
+from keepstep.observe.hosts import read_hosts, run_directories, together
+from keepstep.observe.records import Run, read_run
+from keepstep.observe.report import write_report
 from keepstep.runtime.etcd import EtcdStore
 
 TWO_OF_THREE = ("--replicas", "2", "--replace-after", "1")
@@ -42,6 +46,32 @@ def test_a_lost_host_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
         result = hosts.finish(2)
     assert [e["life"] for e in result.of("spawn") if e["replica"] == 1] == [1, 2]
     assert [e["life"] for e in result.of("spawn") if e["replica"] == 0] == [1]
+    check_the_report(hosts)
+
+
+def check_the_report(hosts: Hosts) -> None:
+    """One over all hosts. Were their clocks not one, the offset would be found as exactly as the report says."""
+    directories = run_directories([hosts.run_dir])
+    assert [directory.name for directory in directories] == ["h0-1", "h1-1", "h2-1"]
+    run, (clock,) = read_hosts(directories)
+    assert clock.names == ("h0-1", "h1-1", "h2-1"), "they ran under one kernel"
+    (incident,) = Findings.of(run).incidents
+    assert (incident.replica, incident.cause) == (1, "it went away")
+    assert incident.worker is not None
+    goodput = Findings.of(run).goodput
+    assert [sum(goodput.totals(slot).values()) for slot in goodput.slots] == [goodput.elapsed] * 2
+    apart = {}
+    for n, directory in enumerate(directories):
+        own = read_run(directory)
+        apart[directory.name] = Run(events=tuple({**e, "mono": e["mono"] - 1000 * n, "boot": None} for e in own.events))
+    _, clocks = together(apart)
+    first = int(clocks[0].names[0][1])
+    for clock in clocks[1:]:
+        off = abs(clock.shift_s - 1000 * (int(clock.names[0][1]) - first))
+        assert clock.decisions > 50
+        assert clock.certain_s is not None
+        assert off <= clock.certain_s, clock
+    assert "the clock of this report" in write_report(hosts.run_dir).read_text()
 
 
 @pytest.mark.faults

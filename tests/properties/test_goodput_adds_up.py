@@ -10,6 +10,7 @@ from recorder import killed_run
 
 from keepstep.observe.findings import Findings
 from keepstep.observe.goodput import Goodput, State, flatten
+from keepstep.observe.hosts import together
 from keepstep.observe.records import Run, whole_lines
 
 SMALL = st.integers(0, 4)
@@ -82,6 +83,18 @@ def test_whatever_is_left_of_a_run(random: Any, kept: float, cut: int) -> None:
     r = killed_run()
     events = [e if random.random() < 0.9 else {**e, "mono": random.uniform(0, 9)} for e in r.events]
     check(read(lines([e for e in events if random.random() < kept])[: -cut or None], lines(r.faults)).goodput)
+
+
+@given(st.randoms(use_true_random=False), st.floats(0, 1), st.lists(st.floats(-1e7, 1e7), min_size=3, max_size=3))
+def test_whatever_is_left_of_the_records_of_several_hosts(random: Any, kept: float, clocks: list[float]) -> None:
+    r = killed_run()
+    parts: dict[str, Run] = {}
+    for host, clock in enumerate(clocks):
+        own = [e for e in r.events if e["replica"] == host and random.random() < kept]
+        rows = whole_lines(lines([{**e, "mono": e["mono"] + clock} for e in own]).splitlines())
+        parts[f"h{host}-1"] = Run(events=tuple(rows))
+    run, _ = together(parts)
+    check(Findings.of(run).goodput)
 
 
 @given(st.lists(st.tuples(st.integers(-3, 23), st.integers(-3, 23), st.sampled_from(State)), max_size=12))
