@@ -16,7 +16,7 @@ from pathlib import Path
 from keepstep.protocol.errors import ConfigError
 from keepstep.runtime.faults import Faults
 
-ENTRIES_OF_A_RUN = ("events", "logs", "etcd", "run.json", "faults.jsonl", "token")
+ENTRIES_OF_A_RUN = ("events", "logs", "pace", "etcd", "run.json", "faults.jsonl", "token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
 The rank's other threads are alive then, so its links and its lease say nothing, and its leader goes on answering. Only the rank
 itself knows, from the orders that its main thread has not carried out yet. How long is normal is learned:
 
-    threshold  =  floor + 2 x the longest of the recent steps, at most ceiling;  the ceiling until three steps are known
+    threshold  =  floor + 2 x the longest of the recent steps, at most ceiling;  until three steps are known
+                  floor + 5 x the longest step of the life before (of its first step for the first), the ceiling without one
     stuck      =  the straggler policy, or 4 x threshold if that is longer
 
     order given ──threshold──> slow: said to the quorum, which goes on without this replica if others wait for it
@@ -11,9 +12,10 @@ itself knows, from the orders that its main thread has not carried out yet. How 
                      └── stuck ───┴──> asks for the end of this life, again and again (`protocol/stuck.py`)
 
 Slow counts only while an order to train is waiting: nobody waits for a replica that loads or replays. A life's first step is not
-learned from, since it may compile. Of a step that was slow no more than the threshold is learned: one hang must not hide the
-next, and steps that have become longer for good are known after a few. A deadline that is told late says that the whole process
-stood still; then the main thread gets some more time.
+learned from, since it may compile; the next life's first step may take as long. A life that got stuck before it had steps of
+its own hands nothing on: perhaps what it was told was wrong, and the next one must not end of that too. Of a step that was slow
+no more than the threshold is learned: one hang must not hide the next, and steps that have become longer for good are known after
+a few. A deadline that is told late says that the whole process stood still; then the main thread gets some more time.
 
 Departs from the paper: it knows only one timeout. Pure; times in ns of one monotonic clock.
 """
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 KNOWN = 3  # steps
 RECENT = 64
 MULTIPLE = 2
+BEFORE = 5  # times what the life before took: beginnings vary, and three steps replace it
 STUCK = 4
 LATE_NS = 100_000_000  # of a deadline
 
@@ -42,11 +45,24 @@ class PaceSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What a life hands on to the next one (ns)."""
+
+    first: int  # its first step
+    longest: int  # of its recent steps, and of its first ones but for the very first
+
+    def __post_init__(self) -> None:
+        if not 0 < self.first < 1 << 62 or not 0 < self.longest < 1 << 62:
+            raise ValueError("steps take some time")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
     """The main thread has been at one order for `took`; `longest` of the recent steps, 0 if none is known."""
 
     took: int
     longest: int
+    before: int = 0  # what a step took in the life before, if that is what counts yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +85,16 @@ Effect = Slow | KeepsUp | Stuck
 class Pace:
     """One rank's main thread, seen from outside. It carries its orders out one by one, first to last."""
 
-    def __init__(self, settings: PaceSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: PaceSettings, before: Learned | None = None) -> None:
+        """`before`: what the life before has handed on."""
+        self.settings, self._before = settings, before
         self._orders: deque[tuple[bool, int]] = deque()  # whether it is to train, and when it was given
         self._since = 0  # when the one before was carried out
         self._steps: deque[int] = deque(maxlen=RECENT)
         self._trained = 0
+        self._first = 0  # what the first step took
+        self._early = 0  # the longest of the next few
+        self._misled = False  # perhaps what the life before has handed on was wrong
         self._slow = 0  # how often it was said of the order at hand
         self._stuck = 0
 
@@ -85,9 +105,27 @@ class Pace:
     @property
     def threshold(self) -> int:
         """From when on an order takes too long."""
-        if len(self._steps) < KNOWN:
+        if len(self._steps) >= KNOWN:
+            usual = MULTIPLE * max(self._steps)
+        elif self._before is not None:
+            usual = BEFORE * max(self._before_now, *self._steps, 0)
+        else:
             return self.settings.ceiling_ns
-        return min(self.settings.ceiling_ns, self.settings.floor_ns + MULTIPLE * max(self._steps))
+        return min(self.settings.ceiling_ns, self.settings.floor_ns + usual)
+
+    @property
+    def learned(self) -> Learned | None:
+        """What the next life may begin with, if this one ended now; None: with nothing."""
+        if len(self._steps) < KNOWN:
+            return None if self._misled else self._before
+        return Learned(first=self._first, longest=max(self._early, *self._steps))
+
+    @property
+    def _before_now(self) -> int:
+        """What the step at hand took in the life before; 0 if that is not known, or does not count any more."""
+        if self._before is None or len(self._steps) >= KNOWN:
+            return 0
+        return max(self._before.longest, 0 if self._trained else self._before.first)
 
     def on_order(self, *, trains: bool, now: int) -> None:
         """The main thread is to do one more thing."""
@@ -101,9 +139,13 @@ class Pace:
         was_slow = self._slow + self._stuck > 0
         self._since, self._slow, self._stuck = now, 0, 0
         if trains:
+            known = max(1, min(took, self.threshold))
             self._trained += 1
-            if self._trained > 1:
-                self._steps.append(min(took, self.threshold))
+            if self._trained == 1:
+                self._first = known
+            else:
+                self._early = self._early if len(self._steps) >= KNOWN else max(self._early, known)
+                self._steps.append(known)
         return (KeepsUp(took=took),) if was_slow else ()
 
     def next_deadline(self) -> int | None:
@@ -123,9 +165,10 @@ class Pace:
         took = now - self._begun
         if now >= self._next_stuck:
             self._stuck += 1
+            self._misled = self._misled or len(self._steps) < KNOWN
             return (Stuck(took=took),)
         self._slow += 1
-        return (Slow(took=took, longest=max(self._steps, default=0)),)
+        return (Slow(took=took, longest=max(self._steps, default=0), before=self._before_now),)
 
     @property
     def _begun(self) -> int:

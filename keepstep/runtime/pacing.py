@@ -14,8 +14,11 @@ from collections.abc import Callable
 from keepstep.protocol.ids import Rank
 from keepstep.protocol.messages import Lags
 from keepstep.protocol.pace import Effect, KeepsUp, Pace, PaceSettings, Slow, Stuck
+from keepstep.runtime.pace_file import PaceFile
 
 log = logging.getLogger("keepstep")
+
+KEEP_S = 5.0  # what is learned is kept at most so often
 
 
 class Pacing:
@@ -26,11 +29,13 @@ class Pacing:
         settings: PaceSettings,
         rank: Rank,
         *,
+        kept: PaceFile,
         say: Callable[[Lags], None],
         emit: Callable[..., None],
     ) -> None:
         """`say` tells the leader."""
-        self._pace = Pace(settings)
+        self._pace = Pace(settings, kept.before)
+        self._kept, self._keep_at = kept, 0.0
         self._rank, self._say, self._emit = rank, say, emit
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -47,6 +52,7 @@ class Pacing:
         if not self._closed:
             for effect in self._pace.on_done(now=time.monotonic_ns()):
                 self._carry_out(effect)
+            self._keep()
             self._arm()
 
     def close(self) -> None:
@@ -71,17 +77,24 @@ class Pacing:
         self._timer = None
         for effect in self._pace.on_time(now=time.monotonic_ns()):
             self._carry_out(effect)
+        self._keep()
         self._arm()
+
+    def _keep(self) -> None:
+        """For the next life, which may begin at any moment."""
+        if self._loop.time() >= self._keep_at and self._kept.keep(self._pace.learned):
+            self._keep_at = self._loop.time() + KEEP_S
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Slow():
                 at, _ = where()
-                took, longest = effect.took / 1e9, effect.longest / 1e9
+                took, longest, before = effect.took / 1e9, effect.longest / 1e9, effect.before / 1e9
                 known = f"the longest of its last steps took {longest:.1f} s" if longest else "it is its first"
+                known = f"such a step of its life before took {before:.1f} s" if before else known
                 words = f"{took:.1f} s for a step, and {known}; it is at {at}"
                 log.warning("the main thread of this rank makes no progress: %s", words)
-                self._emit("slow", took_s=took, longest_s=longest, at=at)
+                self._emit("slow", took_s=took, longest_s=longest, before_s=before, at=at)
                 self._say(Lags(rank=self._rank, slow=True, reason=words))
             case KeepsUp():
                 log.warning("the main thread of this rank makes progress again, after %.1f s", effect.took / 1e9)

@@ -54,6 +54,7 @@ from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.faults import Faults, Phase
 from keepstep.runtime.handshake import Identity
 from keepstep.runtime.leader import LeaderShell
+from keepstep.runtime.pace_file import PaceFile
 from keepstep.runtime.pacing import Pacing
 from keepstep.runtime.restore import Restore
 from keepstep.runtime.state_fetcher import FetchedState, FetchHandle, StateFetcher
@@ -127,6 +128,7 @@ class RankRuntime:
         self._tasks: set[asyncio.Task[None]] = set()
         self._attempts = Attempts()
         self._pacing: Pacing | None = None
+        self._pace_file = PaceFile.for_rank(env)
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -221,6 +223,7 @@ class RankRuntime:
                 straggler_ns=int(env.straggler_s * 1e9),
             ),
             env.rank,
+            kept=self._pace_file,
             say=lambda lags: self._spawn(self._send_up(lags)),
             emit=self.emit,
         )

@@ -173,6 +173,26 @@ def test_a_main_thread_that_hangs_for_a_while_is_left_out_and_comes_back(tmp_pat
 
 
 @pytest.mark.faults
+def test_a_hang_in_the_second_step_of_a_later_life_is_found_by_what_the_life_before_has_learned(tmp_path: Path) -> None:
+    """In seconds: without it, the ceiling of 300 s would have to do."""
+    hang = "slow=250 replica=1 rank=1 phase=forward count=2 incarnation=second role=worker"
+    args = ("--steps", "500", "--step-seconds", "0.05")
+    with Job(tmp_path, "--ranks-per-replica", "2", "--fault", hang, args=args) as job:
+        job.wait(lambda: len(list((tmp_path / "pace").glob("*.json"))) == 6)
+        job.rank(1).kill()
+        second = job.wait(lambda: job.of("spawn", replica=1, life=2))[0]["incarnation"]
+        found = job.wait(lambda: job.of("slow", incarnation=second, rank=1), 200)[0]
+        job.goes_on(20)
+        job.rank(1, 1).kill()
+        result = job.finish()
+    job.same_bits(result)
+    assert [job.lives(r) for r in range(3)] == [1, 3, 1]
+    assert found["before_s"] > 0.01
+    assert 1.0 < found["took_s"] < 100.0
+    assert "such a step of its life before took" in result.output
+
+
+@pytest.mark.faults
 def test_a_main_thread_that_hangs_for_good_ends_its_life(tmp_path: Path) -> None:
     with Job(tmp_path, script=FAULTY, args=("--what", "hang", *LONG), KEEPSTEP_STRAGGLER_S="5") as job:
         result = job.finish()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepstep.protocol.pace import KNOWN, RECENT, KeepsUp, Pace, PaceSettings, Slow, Stuck
+from keepstep.protocol.pace import BEFORE, KNOWN, RECENT, KeepsUp, Learned, Pace, PaceSettings, Slow, Stuck
 
 S = 1_000_000_000
 STEP = 3 * S // 10
@@ -12,8 +12,8 @@ SETTINGS = PaceSettings(floor_ns=S, ceiling_ns=300 * S, straggler_ns=60 * S)
 class Main:
     """A main thread, and the clock."""
 
-    def __init__(self, settings: PaceSettings = SETTINGS) -> None:
-        self.pace, self.now = Pace(settings), 5 * S
+    def __init__(self, settings: PaceSettings = SETTINGS, before: Learned | None = None) -> None:
+        self.pace, self.now = Pace(settings, before), 5 * S
 
     def step(self, took: int = STEP, *, apply: int = S // 100) -> None:
         """As in a steady job: the sums of the last step and the next one are given together."""
@@ -179,3 +179,69 @@ def test_a_process_that_stood_still_gets_more_time() -> None:
 def test_bad_settings() -> None:
     with pytest.raises(ValueError, match="not above its ceiling"):
         PaceSettings(floor_ns=2, ceiling_ns=1)
+
+
+# --- from one life to the next ---------------------------------------------------------------------------------
+
+COMPILED = Learned(first=20 * S, longest=STEP)
+
+
+def test_a_life_hands_on_what_its_first_step_and_the_longest_of_the_others_took() -> None:
+    main = Main()
+    main.step(20 * S)
+    main.steps(KNOWN - 1)
+    assert main.pace.learned is None, "too little is known"
+    main.step(2 * STEP)
+    assert main.pace.learned == Learned(first=20 * S, longest=2 * STEP)
+    main.steps(2 * RECENT)
+    assert main.pace.learned == Learned(first=20 * S, longest=2 * STEP), "beginnings count for the next beginning"
+    main.steps(RECENT, took=S)
+    assert main.pace.learned == Learned(first=20 * S, longest=S)
+
+
+def test_a_hang_in_the_first_steps_of_the_next_life_is_found_by_it() -> None:
+    main = Main(before=COMPILED)
+    assert main.pace.threshold == S + BEFORE * 20 * S, "a first step may be slow again"
+    main.step(30 * S)
+    due = main.hangs()
+    assert due - main.now == S + BEFORE * STEP
+    assert main.at(due) == (Slow(took=S + BEFORE * STEP, longest=0, before=STEP),)
+
+
+def test_its_own_steps_soon_replace_it() -> None:
+    main = Main(before=COMPILED)
+    main.step(3 * S)
+    main.step(2 * STEP)
+    assert main.pace.threshold == S + BEFORE * 2 * STEP, "its own count as soon as they are longer"
+    main.steps(KNOWN - 1, took=STEP // 2)
+    assert main.pace.threshold == S + 2 * 2 * STEP
+    assert main.pace.learned == Learned(first=3 * S, longest=2 * STEP)
+
+
+def test_never_above_the_ceiling_nor_below_the_floor() -> None:
+    assert Main(before=Learned(first=400 * S, longest=400 * S)).pace.threshold == SETTINGS.ceiling_ns
+    assert Main(before=Learned(first=1, longest=1)).pace.threshold >= SETTINGS.floor_ns
+
+
+def test_a_life_that_is_stuck_by_what_it_was_told_does_not_tell_the_next() -> None:
+    """Steps have become 100 times as long, for the script is another one now: one life may end of it, the next must not."""
+    main = Main(before=COMPILED)
+    main.step(3 * S)
+    due: int | None = main.hangs()
+    while due is not None and (Stuck not in {type(e) for e in main.at(due)}):
+        due = main.pace.next_deadline()
+    assert main.pace.learned is None
+    main.now += S
+    main.pace.on_done(now=main.now)
+    main.steps(KNOWN - 1, took=2 * STEP)
+    assert main.pace.learned is not None, "it was not stuck after all, and knows its own steps now"
+    main = Main()
+    main.steps(KNOWN + 1)
+    main.at(main.hangs(trains=False))
+    assert main.pace.learned is not None, "who knows its own steps is not misled"
+
+
+def test_nothing_makes_no_step() -> None:
+    for first, longest in ((0, 1), (1, 0), (1, 1 << 63)):
+        with pytest.raises(ValueError, match="some time"):
+            Learned(first=first, longest=longest)
