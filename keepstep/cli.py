@@ -158,6 +158,7 @@ def agent(
     checkpoint_dir: CheckpointDir = None,
     checkpoint_every: CheckpointEvery = 100,
     keep_checkpoints: KeepCheckpoints = 3,
+    fault: FaultText = None,
 ) -> None:
     """Train SCRIPT on several hosts: the same command on each. Replicas of a host that is lost go to another one."""
     from keepstep.launch.agent import keep
@@ -186,6 +187,7 @@ def agent(
         max_restarts=max_restarts,
         restart_window_s=restart_window,
         finish_grace_s=finish_grace,
+        faults=tuple(fault or ()),
         checkpoint_dir=checkpoint_dir,
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,

@@ -52,6 +52,7 @@ class AgentSettings:
         max_restarts: int = 20,
         restart_window_s: float = 3600.0,
         finish_grace_s: float = 30.0,
+        faults: tuple[str, ...] = (),
         checkpoint_dir: Path | None = None,
         checkpoint_every: int = 100,
         keep_checkpoints: int = 3,
@@ -94,6 +95,7 @@ class AgentSettings:
             max_restarts=max_restarts,
             restart_window_s=restart_window_s,
             finish_grace_s=finish_grace_s,
+            faults=faults,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
@@ -114,6 +116,7 @@ class AgentSettings:
             slow_ceiling_s=slow_ceiling_s,
             max_restarts=max_restarts,
             restart_window_s=restart_window_s,
+            faults=faults,
         )
         about = f"pid {os.getpid()} on {socket.gethostname()}, run directory {launch.run_dir}"
         me = PoolHost(name=name, agent=secrets.token_hex(8), slots=slots, label=label, about=about)

@@ -49,6 +49,7 @@ class Plan:
     slow_ceiling_s: float | None = None
     max_restarts: int = 20  # of one replica, on whatever hosts, within
     restart_window_s: float = 3600.0
+    faults: tuple[str, ...] = ()  # that are rehearsed
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.ranks < 1:

@@ -99,11 +99,11 @@ def test_hosts_are_lost_one_after_the_other_and_come_back(tmp_path: Path) -> Non
 @pytest.mark.timeout(480)
 def test_the_restart_budget_goes_with_a_replica_to_another_host(tmp_path: Path) -> None:
     """A rank is killed, its host lost, a rank of the next host killed: once too often. Asked back, it begins anew."""
-    options = (*TWO_OF_THREE, "--max-restarts", "2")
+    fault = "kill replica=1 rank=0 step=10 phase=in_exchange"
+    options = (*TWO_OF_THREE, "--max-restarts", "2", "--fault", fault)
     with Hosts(tmp_path, 3, *options, args=ENDLESS) as hosts:
         places = begun(hosts)
         (spare,) = {0, 1, 2} - set(places.values())
-        hosts.ranks(places[1], 1)[0].kill()
         hosts.until(lambda: lives(hosts, 1) == 2)
         hosts.trains(1)
         hosts.lose(places[1])
