@@ -41,7 +41,7 @@ class SimRank:
         self.process: Process = Process(f"{life.incarnation}/{number}", life.drift, life.offset)
         self.machine = RankMachine(life.settings, number)
         self.attempts = Attempts()
-        self.pace = Pace(plan.pace)
+        self.pace = Pace(plan.pace, world.learned.get((life.replica_id, number)))
         self._due: int | None = None  # when the pace is looked at
         self.engine = SimEngine(self)
         self.holding: Holding = Holding(hash((plan.seed, life.replica_id, life.number, number)), plan.copies)
@@ -103,6 +103,7 @@ class SimRank:
         self._due = None
         for effect in self.pace.on_time(now=self._now):
             self._send_up(Lags(rank=self.number, slow=True, stuck=type(effect) is Stuck))
+        self._keep()
         self._watch()
 
     def _done(self) -> None:
@@ -110,7 +111,12 @@ class SimRank:
         for effect in self.pace.on_done(now=self._now):
             if type(effect) is KeepsUp:
                 self._send_up(Lags(rank=self.number, slow=False))
+        self._keep()
         self._watch()
+
+    def _keep(self) -> None:
+        """For the next life."""
+        self.world.learned[self.life.replica_id, self.number] = self.pace.learned
 
     @property
     def _now(self) -> int:

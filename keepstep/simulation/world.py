@@ -13,6 +13,7 @@ from keepstep.protocol.apart import FIRST_PAUSE
 from keepstep.protocol.errors import KeepstepError
 from keepstep.protocol.ids import Incarnation, Rank, ReplicaId
 from keepstep.protocol.messages import Decision, Kind, Role
+from keepstep.protocol.pace import Learned
 from keepstep.simulation.clock import MS, SECOND, Clock
 from keepstep.simulation.disk import Disk
 from keepstep.simulation.fabric import Fabric
@@ -53,6 +54,7 @@ class World:
         self.judge.on_beginning()
         self.lives: list[Life] = []
         self.by_incarnation: dict[Incarnation, Life] = {}
+        self.learned: dict[tuple[ReplicaId, Rank], Learned | None] = {}  # kept for their next life
         self.healed = False
         self.leaving: set[int] = set()  # asked to leave, and not asked back
         self.asked: set[int] = set()  # asked to leave at any time
