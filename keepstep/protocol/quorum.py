@@ -337,7 +337,7 @@ def _nobody_holds_a_state(case: _Case, last: Decision, on_chain: Sequence[StateN
         f"no living replica holds a state of the job (decision {last.seq} was for step {last.step}) and there is no "
     )
     nothing += "checkpoint that could be restored"
-    lost = [i for i, _ in _away(case, case.live.keys())]
+    lost = [i for i, _ in _away(case, case.answers.keys())]
     until = since + case.policy.lost_wait_ns
     if lost and case.now < until:
         return Wait(reason=f"{nothing}: waiting for {names(lost)}, which nobody has seen end", until=until)

@@ -298,6 +298,8 @@ class Judge:
         """Main threads go on that have hung so far. If nothing else went wrong, and others hold the state and may train all that
         is left, these went on without them."""
         plan, last, now = self.plan, self.last, self.world.clock.now
+        if ranks[0].life.over:  # its life was ended for it meanwhile
+            return
         if len(plan.faults) > 1 or plan.lasting is not None or plan.ledger.cursors:
             return
         if last is None or last.kind is not Kind.TRAIN or self._is_final(last.outcome):
@@ -416,7 +418,8 @@ class Judge:
         for other in self.world.lives:
             steady = other.in_touch and self.world.clock.now - other.steady_since > STEADY
             waited_for = not other.in_touch and self.world.clock.now - other.out_since < cut_off_for
-            if (steady or waited_for or other is life) and self._held_by_all(other) in alive:
+            whole = all(rank.process.alive for rank in other.ranks)  # else its part of the state is gone, known or not
+            if whole and (steady or waited_for or other is life) and self._held_by_all(other) in alive:
                 return f"{other.incarnation} holds {self._held_by_all(other)}"
         return None
 

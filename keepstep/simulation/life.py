@@ -94,7 +94,8 @@ class Life:
     def in_touch(self) -> bool:
         """Nothing keeps it from the store."""
         client = self.leader.client
-        return self.runs and not client.mute and not client.blind and self.world.store.up
+        late = self.world.clock.now < client.late_until
+        return self.runs and not client.mute and not client.blind and not late and self.world.store.up
 
     # --- control tree -----------------------------------------------------------------------------------------
 

@@ -95,6 +95,7 @@ class Client:
         self.connected = False
         self.errors = 0  # so many calls fail at once
         self.request_takes = 0  # ns, for the next write
+        self.late_until = 0  # ns: a write is on its way for so long
         self.slowness = 1
         self.revision = 0
         self._at = 0  # how much of the history has been seen
@@ -271,6 +272,8 @@ class Client:
             clock.after(self.world.takes(3 * MS), self.process, done, False)
             return
         self.request_takes = 0
+        if late:
+            self.late_until = clock.now + 2 * CALL  # by then it has been written again, if it was given up
         if late > CALL:
             clock.after(late, None, self._write, report, None)
             clock.after_local(CALL, self.process, done, False)

@@ -22,6 +22,11 @@ def test_every_seed_keeps_its_promises_and_makes_progress() -> None:
     assert tally.endings["no state"] < SEEDS // 10, "the worlds are too hostile to show anything"
 
 
+@pytest.mark.parametrize("seed", [122314, 158945, 171917, 602517])
+def test_a_seed_that_failed_once_stays_well(seed: int) -> None:
+    play(plan_of(seed))
+
+
 def test_a_run_is_a_function_of_its_seed() -> None:
     for seed in range(20):
         assert transcript(plan_of(seed)) == transcript(plan_of(seed))

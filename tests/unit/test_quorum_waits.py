@@ -118,6 +118,15 @@ def test_the_job_is_not_given_up_soon_while_a_holder_may_only_be_away() -> None:
     assert isinstance(decide(fresh, POLICY, now=wait.until), Halt)
 
 
+def test_nor_while_a_holder_lives_and_does_not_answer() -> None:
+    """Its leader lives, and one of its other ranks is dead or cannot be heard: it may still end, or come back."""
+    silent = view(report(0, 7, life="b"), report(1, 7), report(2, 6), last=L, dead=("0a",))
+    wait = waits(silent, now=NOW + max(POLICY.restore_wait_ns, POLICY.straggler_ns))
+    assert wait.until == NOW + POLICY.lost_wait_ns
+    assert "waiting for replica 2, which nobody has seen end" in wait.reason
+    assert isinstance(decide(silent, POLICY, now=wait.until), Halt)
+
+
 def test_whoever_went_before_the_last_decision_is_waited_for_as_well() -> None:
     """Replica 2 was cut off, the others went on, and died."""
     last = decided(view(completed(0), completed(1), last=L))
