@@ -317,6 +317,17 @@ class _Steps:
                 yield from self._waited(a, b, decided, ring, since)
             elif name in ("data_wait", "ckpt_blocking", "discarded"):
                 yield a, b, State(name)
+        yield self._gone_on_without(e["seq"], since, at), at, State.STALL
+
+    def _gone_on_without(self, seq: int, since: float, at: float) -> float:
+        """When the others left this replica out before it wrote, at `at`, that it has completed decision `seq`: it was frozen
+        or cut off on the way; `at` if they did not."""
+        for d in self._history.since(since):
+            if d["mono"] >= at:
+                break
+            if d["seq"] > seq and self._is_without(d):
+                return float(d["mono"])
+        return at
 
     def _waited(self, a: float, b: float, decided: float, ring: float, since: float) -> Iterable[Paint]:
         """Waiting before the decision that counts, or for its ring. What is waited for after that is the exchange: productive."""

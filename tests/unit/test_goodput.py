@@ -109,6 +109,20 @@ def test_a_life_that_was_left_out_and_came_back() -> None:
     ]
 
 
+def test_a_replica_that_freezes_before_it_can_write_its_commit() -> None:
+    """It writes it when it wakes up, and has not trained for so long."""
+    r = Recorder()
+    r.steps(0, 2, mono=0.0, unit=0)
+    r.decide(3, 2, 2, 2.0, r0=[6], r1=[7], r2=[8])
+    r.commit(3, 2, 3.0, 0, 1)
+    r.decide(4, 3, 3, 5.0, r0=[9], r1=[10])
+    r.commit(4, 3, 6.0, 0, 1)
+    r.commit(3, 2, 11.0, 2)
+    r.decide(5, 4, 4, 12.0, r0=[11], r1=[12], r2=[])
+    r.commit(5, 4, 13.0, 0, 1)
+    assert told(of(r), 2)[:2] == [("productive", 5.0), ("stall", 7.0)]
+
+
 def test_a_revoked_step_is_discarded() -> None:
     r = Recorder()
     r.steps(0, 3, mono=0.0, unit=0)
