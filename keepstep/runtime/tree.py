@@ -35,6 +35,7 @@ SILENT_TICKS = 4
 MAX_FRAME = 64 << 20
 DOWN, UP, ONCE, TOGETHER, TICK = b"d", b"u", b"o", b"t", b"."
 _DOWN = struct.Struct("<HI")  # width of a record, length of the common bytes
+_COMMON = 1 + _DOWN.size  # where the common bytes begin
 _UP = struct.Struct("<I")  # rank
 _ONCE = struct.Struct("<IB")  # rank, length of the key
 _TOGETHER = struct.Struct("<?BQ")  # whether all agree, topic, number
@@ -134,7 +135,8 @@ class ControlTree:
 
     def scatter(self, common: bytes, records: bytes, width: int) -> None:
         """Rank 0 to everybody: the common bytes, and to rank r its own `width` bytes at r * width of `records`."""
-        self._down(width, common, records)
+        head = DOWN + _DOWN.pack(width, len(common)) + common
+        self._down(head + records, len(head), width)
 
     def send_up(self, payload: bytes, *, rank: int | None = None) -> None:
         """To rank 0 (which may be ourselves)."""
@@ -152,13 +154,17 @@ class ControlTree:
         """Rank 0 hears of it when all ranks have said it, and whether all of them agreed."""
         self._say(self.rank if rank is None else rank, topic, number, agreed)
 
-    def _down(self, width: int, common: bytes, records: bytes | memoryview) -> None:
-        head = DOWN + _DOWN.pack(width, len(common)) + common
-        for link in self._children.values():
-            below = link.below
-            lo, hi = (below.start - self.rank) * width, (below.stop - self.rank) * width
-            self._write(link, head + records[lo:hi] if width else head)
-        self._on_down(common, bytes(records[: self.holds * width]))
+    def _down(self, message: bytes, at: int, width: int) -> None:
+        """`message` is the same for everybody up to `at`, where the records begin."""
+        if not width:
+            for link in self._children.values():
+                self._write(link, message)
+        elif self._children:
+            head, records = message[:at], memoryview(message)[at:]
+            for link in self._children.values():
+                below = link.below
+                self._write(link, head + records[(below.start - self.rank) * width : (below.stop - self.rank) * width])
+        self._on_down(message[_COMMON:at], message[at : at + self.holds * width])
 
     def _go_once(self, rank: int, key: bytes, payload: bytes) -> None:
         if not self._once.is_first(key):
@@ -181,14 +187,13 @@ class ControlTree:
         self._parent.silent = 0
         kind = message[:1]
         if kind == DOWN:
-            if len(message) < 1 + _DOWN.size:
+            if len(message) < _COMMON:
                 raise RemoteProtocolError("malformed frame: it is too short")
             width, length = _DOWN.unpack_from(message, 1)
-            at = 1 + _DOWN.size + length
-            below = self._below
-            if len(message) != at + width * len(below):
-                raise RemoteProtocolError(f"malformed frame: {len(message)} bytes for {len(below)} ranks")
-            self._down(width, message[1 + _DOWN.size : at], memoryview(message)[at:])
+            at, ranks = _COMMON + length, len(self._below)
+            if len(message) != at + width * ranks:
+                raise RemoteProtocolError(f"malformed frame: {len(message)} bytes for {ranks} ranks")
+            self._down(message, at, width)
         elif kind != TICK:
             raise RemoteProtocolError(f"malformed frame: its kind is {kind!r}")
 
