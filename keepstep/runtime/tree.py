@@ -28,7 +28,7 @@ from keepstep.protocol.errors import ConfigError, RemoteProtocolError
 from keepstep.protocol.together import Once, Together
 from keepstep.runtime.tree_joining import Address, Caller, Doorkeeper, Membership
 from keepstep.runtime.tree_shape import TreeShape
-from keepstep.runtime.tree_wire import Wire
+from keepstep.runtime.tree_wire import Wire, framed
 
 TICK_S = 2.5
 SILENT_TICKS = 4
@@ -47,7 +47,7 @@ class _Link:
 
     below: range = range(0)  # a child: the ranks that are reached over it
     wire: Wire | None = None
-    waiting: list[bytes] = field(default_factory=list)  # messages for a child that has not connected yet
+    waiting: list[bytes] = field(default_factory=list)  # frames for a child that has not connected yet
     silent: int = 0
     said: bool = False  # something, since the last tick
 
@@ -156,9 +156,10 @@ class ControlTree:
 
     def _down(self, message: bytes, at: int, width: int) -> None:
         """`message` is the same for everybody up to `at`, where the records begin."""
-        if not width:
+        if not width and self._children:
+            frame = framed(message)
             for link in self._children.values():
-                self._write(link, message)
+                self._write_frame(link, frame)
         elif self._children:
             head, records = message[:at], memoryview(message)[at:]
             for link in self._children.values():
@@ -229,12 +230,15 @@ class ControlTree:
     # --- links ------------------------------------------------------------------------------------------------
 
     def _write(self, link: _Link, message: bytes) -> None:
-        self.sent_bytes += len(message)
+        self._write_frame(link, framed(message))
+
+    def _write_frame(self, link: _Link, frame: bytes) -> None:
+        self.sent_bytes += len(frame)
         link.said = True
         if link.wire is None:
-            link.waiting.append(message)
+            link.waiting.append(frame)
         else:
-            link.wire.send(message)
+            link.wire.send_frame(frame)
 
     def _missing(self, child: int) -> bool | None:
         """Whether this child is still to come; None: it is not ours."""
@@ -244,8 +248,8 @@ class ControlTree:
     def _enter(self, child: int, wire: Wire) -> None:
         link = self._children[child]
         self._use(child, link, wire, lambda message: self._heard_from_below(child, message))
-        for message in link.waiting:
-            wire.send(message)
+        for frame in link.waiting:
+            wire.send_frame(frame)
         link.waiting.clear()
 
     def _use(self, peer: int, link: _Link, wire: Wire, hear: Callable[[bytes], None]) -> None:

@@ -303,7 +303,7 @@ class ShadowReplica:
             if isinstance(heard, Continued | Announced | Changed):
                 width = len(records) // len(ranks)
                 for n, rank in enumerate(ranks):
-                    rank.on_decided(heard, records[n * width : (n + 1) * width])
+                    rank.on_decided(heard, records[n * width : (n + 1) * width] if width else b"")
                 self.on_decided(heard.seq, len(ranks))
                 return
             for rank in ranks:
