@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from keepstep.protocol.ids import Seq, Step
 from keepstep.protocol.ledger import assign, commit, complete
-from keepstep.protocol.messages import Decision, Kind, Role
+from keepstep.protocol.messages import Decision, Kind
 
 
 def for_ranks(decision: Decision) -> Decision:
@@ -17,17 +17,17 @@ def for_ranks(decision: Decision) -> Decision:
 
 
 def follow(decision: Decision) -> Decision | None:
-    """What comes after `decision` (as `for_ranks`), if all commit it, none leaves and none fails; None: who knows."""
+    """What comes after `decision` (as `for_ranks`), if all commit it, none leaves and none fails, and whoever catches up is still
+    at it; None: who knows."""
     if decision.kind is not Kind.TRAIN or decision.ledger is None:
         return None
-    if any(m.role is not Role.WORKER for m in decision.members):
-        return None
-    ledger = commit(decision.ledger, [unit for m in decision.members for unit in m.units])
-    most = max(len(m.units) for m in decision.members)
+    workers = decision.workers
+    ledger = commit(decision.ledger, [unit for m in workers for unit in m.units])
+    most = max((len(m.units) for m in workers), default=0)
     if most == 0 or complete(ledger):
         return None
-    units = assign(ledger, [(m.replica_id, ()) for m in decision.members], most)
-    members = tuple([replace(m, units=units.get(m.replica_id, ())) for m in decision.members])
+    units = assign(ledger, [(m.replica_id, ()) for m in workers], most)
+    members = tuple([replace(m, units=units.get(m.replica_id, ()), fetch=False) for m in decision.members])
     return replace(
         decision, seq=Seq(decision.seq + 1), step=Step(decision.step + 1), base=decision.seq, members=members, ledger=ledger,
         saver=None,

@@ -46,7 +46,7 @@ from keepstep.protocol.messages import (
 from keepstep.protocol.pace import PaceSettings
 from keepstep.protocol.step import StepSettings
 from keepstep.runtime.attempts import Attempts
-from keepstep.runtime.decided import Inbox
+from keepstep.runtime.decided import Inbox, heard_in
 from keepstep.runtime.engine import Engine
 from keepstep.runtime.engine_events import EngineSettings, RingBroken, RingReady, StepDone, StepFailed
 from keepstep.runtime.environment import Environment
@@ -373,7 +373,9 @@ class RankRuntime:
     # --- control loop: messages in ----------------------------------------------------------------------------
 
     def _on_down(self, common: bytes, record: bytes) -> None:
-        message = self._inbox.message(self._inbox.hear(common, record))
+        heard = heard_in(common)
+        self._inbox.hear(heard, record)
+        message = self._inbox.message(heard)
         if isinstance(message, Verdict) and not message.commit:
             self._attempts.drop(message.seq)
         self._run(lambda machine: machine.on_message(message))

@@ -28,13 +28,14 @@ from keepstep.protocol.errors import ConfigError, RemoteProtocolError
 from keepstep.protocol.together import Once, Together
 from keepstep.runtime.tree_joining import Address, Caller, Doorkeeper, Membership
 from keepstep.runtime.tree_shape import TreeShape
-from keepstep.runtime.tree_wire import Wire
+from keepstep.runtime.tree_wire import Wire, framed
 
 TICK_S = 2.5
 SILENT_TICKS = 4
 MAX_FRAME = 64 << 20
 DOWN, UP, ONCE, TOGETHER, TICK = b"d", b"u", b"o", b"t", b"."
 _DOWN = struct.Struct("<HI")  # width of a record, length of the common bytes
+_COMMON = 1 + _DOWN.size  # where the common bytes begin
 _UP = struct.Struct("<I")  # rank
 _ONCE = struct.Struct("<IB")  # rank, length of the key
 _TOGETHER = struct.Struct("<?BQ")  # whether all agree, topic, number
@@ -46,7 +47,7 @@ class _Link:
 
     below: range = range(0)  # a child: the ranks that are reached over it
     wire: Wire | None = None
-    waiting: list[bytes] = field(default_factory=list)  # messages for a child that has not connected yet
+    waiting: list[bytes] = field(default_factory=list)  # frames for a child that has not connected yet
     silent: int = 0
     said: bool = False  # something, since the last tick
 
@@ -134,7 +135,8 @@ class ControlTree:
 
     def scatter(self, common: bytes, records: bytes, width: int) -> None:
         """Rank 0 to everybody: the common bytes, and to rank r its own `width` bytes at r * width of `records`."""
-        self._down(width, common, records)
+        head = DOWN + _DOWN.pack(width, len(common)) + common
+        self._down(head + records, len(head), width)
 
     def send_up(self, payload: bytes, *, rank: int | None = None) -> None:
         """To rank 0 (which may be ourselves)."""
@@ -152,13 +154,18 @@ class ControlTree:
         """Rank 0 hears of it when all ranks have said it, and whether all of them agreed."""
         self._say(self.rank if rank is None else rank, topic, number, agreed)
 
-    def _down(self, width: int, common: bytes, records: bytes | memoryview) -> None:
-        head = DOWN + _DOWN.pack(width, len(common)) + common
-        for link in self._children.values():
-            below = link.below
-            lo, hi = (below.start - self.rank) * width, (below.stop - self.rank) * width
-            self._write(link, head + records[lo:hi] if width else head)
-        self._on_down(common, bytes(records[: self.holds * width]))
+    def _down(self, message: bytes, at: int, width: int) -> None:
+        """`message` is the same for everybody up to `at`, where the records begin."""
+        if not width and self._children:
+            frame = framed(message)
+            for link in self._children.values():
+                self._write_frame(link, frame)
+        elif self._children:
+            head, records = message[:at], memoryview(message)[at:]
+            for link in self._children.values():
+                below = link.below
+                self._write(link, head + records[(below.start - self.rank) * width : (below.stop - self.rank) * width])
+        self._on_down(message[_COMMON:at], message[at : at + self.holds * width])
 
     def _go_once(self, rank: int, key: bytes, payload: bytes) -> None:
         if not self._once.is_first(key):
@@ -181,14 +188,13 @@ class ControlTree:
         self._parent.silent = 0
         kind = message[:1]
         if kind == DOWN:
-            if len(message) < 1 + _DOWN.size:
+            if len(message) < _COMMON:
                 raise RemoteProtocolError("malformed frame: it is too short")
             width, length = _DOWN.unpack_from(message, 1)
-            at = 1 + _DOWN.size + length
-            below = self._below
-            if len(message) != at + width * len(below):
-                raise RemoteProtocolError(f"malformed frame: {len(message)} bytes for {len(below)} ranks")
-            self._down(width, message[1 + _DOWN.size : at], memoryview(message)[at:])
+            at, ranks = _COMMON + length, len(self._below)
+            if len(message) != at + width * ranks:
+                raise RemoteProtocolError(f"malformed frame: {len(message)} bytes for {ranks} ranks")
+            self._down(message, at, width)
         elif kind != TICK:
             raise RemoteProtocolError(f"malformed frame: its kind is {kind!r}")
 
@@ -224,12 +230,15 @@ class ControlTree:
     # --- links ------------------------------------------------------------------------------------------------
 
     def _write(self, link: _Link, message: bytes) -> None:
-        self.sent_bytes += len(message)
+        self._write_frame(link, framed(message))
+
+    def _write_frame(self, link: _Link, frame: bytes) -> None:
+        self.sent_bytes += len(frame)
         link.said = True
         if link.wire is None:
-            link.waiting.append(message)
+            link.waiting.append(frame)
         else:
-            link.wire.send(message)
+            link.wire.send_frame(frame)
 
     def _missing(self, child: int) -> bool | None:
         """Whether this child is still to come; None: it is not ours."""
@@ -239,8 +248,8 @@ class ControlTree:
     def _enter(self, child: int, wire: Wire) -> None:
         link = self._children[child]
         self._use(child, link, wire, lambda message: self._heard_from_below(child, message))
-        for message in link.waiting:
-            wire.send(message)
+        for frame in link.waiting:
+            wire.send_frame(frame)
         link.waiting.clear()
 
     def _use(self, peer: int, link: _Link, wire: Wire, hear: Callable[[bytes], None]) -> None:

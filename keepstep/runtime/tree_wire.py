@@ -18,6 +18,11 @@ READ_AT_ONCE = 1 << 18
 _scratch: "WeakKeyDictionary[asyncio.AbstractEventLoop, bytearray]" = WeakKeyDictionary()
 
 
+def framed(message: bytes) -> bytes:
+    """As it is sent: whoever sends it to many does this once."""
+    return LENGTH.pack(len(message)) + message
+
+
 class Wire(asyncio.BufferedProtocol):
     """Both ends. `limit`: bytes in a message."""
 
@@ -38,8 +43,11 @@ class Wire(asyncio.BufferedProtocol):
         self._nonsense = False  # because of what it sent
 
     def send(self, message: bytes) -> None:
+        self.send_frame(framed(message))
+
+    def send_frame(self, frame: bytes) -> None:
         if self.transport is not None:
-            self.transport.write(LENGTH.pack(len(message)) + message)
+            self.transport.write(frame)
 
     async def receive(self) -> bytes:
         """The next message of the greeting. Raises ConnectionResetError once it is over, RemoteProtocolError for nonsense."""

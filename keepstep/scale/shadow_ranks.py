@@ -8,7 +8,8 @@ written to standard output, one JSON object a line, with times of CLOCK_MONOTONI
     in:   {"vote": true | false}   {"check": 1}   {"usage": 1}     end of file: leave
     out:  reported, verdict, decided, checked, usage, failed
 
-Ranks of one host live in one process of the tree, as its own ranks; with `sockets` each has its own place and its own socket.
+Ranks of one host live in one process of the tree, as its own ranks: what is the same for all of them is read once. With `sockets`
+each has its own place and its own socket, and reads for itself.
 """
 
 import asyncio
@@ -18,9 +19,8 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from keepstep.protocol import catch_up
 from keepstep.protocol.catch_up import Apply, LoadState, RankMachine
@@ -36,14 +36,15 @@ from keepstep.protocol.messages import (
     LedgerState,
     Load,
     Loaded,
+    Member,
     Policy,
+    Role,
     Said,
-    StateName,
     Verdict,
     Vote,
 )
 from keepstep.protocol.step import StepSettings
-from keepstep.runtime.decided import Announced, Committed, Continued, Inbox, neighbours
+from keepstep.runtime.decided import Announced, Changed, Committed, Continued, Heard, Inbox, News, heard_in, neighbours
 from keepstep.runtime.etcd import EtcdStore, JobRecord
 from keepstep.runtime.leader import LeaderShell
 from keepstep.runtime.tree import ControlTree
@@ -94,7 +95,7 @@ def endpoint_of(replica: int, rank: int, ranks_per_host: int) -> Endpoint:
 class ShadowRank:
     """One rank. `on_down` and `vote` are what is measured."""
 
-    __slots__ = ("caught_up", "common", "decision", "heard", "inbox", "machine", "rank", "replica", "running", "tree")
+    __slots__ = ("caught_up", "decision", "heard", "inbox", "machine", "rank", "replica", "running", "tree")
 
     def __init__(self, replica: "ShadowReplica", rank: Rank, tree: ControlTree) -> None:
         self.replica, self.rank, self.tree = replica, rank, tree
@@ -103,42 +104,45 @@ class ShadowRank:
         self.running: Seq | None = None
         self.caught_up = False
         self.decision: Decision | None = None  # that we catch up in
-        self.heard: Continued | Announced | None = None  # the last decision, as it was heard
-        self.common = b""
+        self.heard: Continued | News | None = None  # the last decision, as it was heard
 
-    def on_down(self, common: bytes, record: bytes) -> None:
-        heard: Any = self.inbox.hear(common, record)
-        kind = type(heard)
-        decided, over = kind is Continued or kind is Announced, kind is Committed or kind is Verdict
-        if (decided and self.running is not None) or (over and heard.seq != self.running):
+    def on_decided(self, heard: Continued | News, record: bytes) -> None:
+        if self.running is not None:
             raise InvariantViolation(f"rank {self.rank} heard {heard} while decision {self.running} ran")
-        if decided:
-            self.heard, self.common, self.running = heard, common, heard.seq
+        self.inbox.hear(heard, record)
+        self.heard, self.running = heard, heard.seq
         if self.machine is not None:
-            message = self.inbox.message(heard)
-            if isinstance(message, Decided):
-                self.decision = message.decision
-            self._carry_out(self.machine.on_message(message))
-        elif kind is Announced:
-            self._announced(heard)
-        elif kind is Load:
+            self._on_message(heard)
+        elif not isinstance(heard, Continued):
+            self._fetch(heard.seq)
+
+    def on_other(self, heard: Heard) -> None:
+        """Anything but a decision."""
+        if isinstance(heard, Committed | Verdict):
+            if heard.seq != self.running:
+                raise InvariantViolation(f"rank {self.rank} heard {heard} while decision {self.running} ran")
+            self.running = None
+        if self.machine is not None:
+            self._on_message(heard)
+        elif isinstance(heard, Load):
             self.caught_up = True
             self.say(Loaded(rank=self.rank, state=heard.state))
-        if decided:
-            self.replica.on_decided(heard.seq)
-        elif over:
-            self.running = None
-            self.replica.on_verdict(heard.seq)
 
-    def _announced(self, heard: Announced) -> None:
+    def _on_message(self, heard: Heard) -> None:
+        message, machine = self.inbox.message(heard), self.machine
+        assert machine is not None
+        if isinstance(message, Decided):
+            self.decision = message.decision
+        self._carry_out(machine.on_message(message))
+
+    def _fetch(self, seq: Seq) -> None:
         """Without a machine: what a rank that catches up says, if its fetch takes no time."""
-        me = heard.members[heard.mine]
-        if not me.catching_up:
+        decision, me = self.replica.running(seq)
+        if me.role is Role.WORKER:
             self.caught_up = True
         elif me.fetch:
             self.caught_up = False
-            start = self.replica.start_of(heard)
-            self.say(Fetched(rank=self.rank, state=start, since=heard.seq, ok=True))
+            self.say(Fetched(rank=self.rank, state=decision.start, since=seq, ok=True))
 
     def vote(self, yes: bool) -> None:
         assert self.running is not None
@@ -171,10 +175,10 @@ class ShadowRank:
 
     # --- after the clock was stopped --------------------------------------------------------------------------
 
-    def problem(self, decision: Decision, common: bytes, whole: bool) -> str:
+    def problem(self, decision: Decision, heard: Heard | None, whole: bool) -> str:
         """Whether this rank has heard of `decision` as the others have, with its own neighbours; `whole`: makes the protocol's
         message of it, as a rank does."""
-        if self.common != common:
+        if self.heard != heard:
             return "it heard something else"
         per_host = self.replica.settings.ranks_per_host
         for n in neighbours(decision, self.replica.me.replica_id):
@@ -199,31 +203,30 @@ class ShadowReplica:
         self.trees: list[ControlTree] = []
         self.ranks: list[ShadowRank] = []
         self.leader: LeaderShell | None = None
-        self._heard = 0  # ranks that have heard of the newest decision
-        self._ended = 0  # and of its verdict
+        self._heard, self._ended = 0, 0  # ranks that have heard of the newest decision, and of its verdict
         self._voted_at = 0
-        self._start: tuple[Seq, StateName] | None = None  # of the decision that last told us to fetch
         self._cpu = (0.0, 0.0)  # of this process before the first and after the last vote, in seconds
         self._over = asyncio.Event()
 
     # --- what ranks hear --------------------------------------------------------------------------------------
 
-    def on_decided(self, seq: Seq) -> None:
-        self._heard += 1
+    def on_decided(self, seq: Seq, ranks: int) -> None:
+        self._heard += ranks
         if self._heard == len(self.ranks):
             self._heard, now, cpu = 0, time.monotonic_ns(), time.process_time()
             self._tell("decided", seq=seq, at=now, cpu=(cpu - self._cpu[0], cpu - self._cpu[1]))
 
-    def start_of(self, heard: Announced) -> StateName:
-        """What is to be fetched. Read once for all ranks: each of a cluster has a processor for that."""
-        if self._start is None or self._start[0] != heard.seq:
-            message = Inbox(self.me.replica_id, self.me.incarnation).message(heard)
-            assert isinstance(message, Decided)
-            self._start = heard.seq, message.decision.start
-        return self._start[1]
+    def running(self, seq: Seq) -> tuple[Decision, Member]:
+        """Decision `seq`, and what we are in it. Asked of the leader: to make it of what was heard takes a rank of its own."""
+        assert self.leader is not None
+        decision = self.leader.machine.running
+        me = None if decision is None else decision.member(self.me.replica_id, self.me.incarnation)
+        if decision is None or me is None or decision.seq != seq:
+            raise InvariantViolation(f"the ranks hear of decision {seq} while their leader runs {decision}")
+        return decision, me
 
-    def on_verdict(self, seq: Seq) -> None:
-        self._ended += 1
+    def on_verdict(self, seq: Seq, ranks: int) -> None:
+        self._ended += ranks
         if self._ended == len(self.ranks):
             self._ended = 0
             self._tell("verdict", seq=seq, at=time.monotonic_ns(), voted=self._voted_at)
@@ -233,9 +236,9 @@ class ShadowReplica:
         assert self.leader is not None
         decision = self.leader.machine.running
         assert decision is not None
-        told, common = for_ranks(decision), self.ranks[0].common
+        told, heard = for_ranks(decision), self.ranks[0].heard
         every = 1 if len(self.ranks) <= CHECK_ALL else self.settings.ranks_per_host
-        problems = {r.rank: r.problem(told, common, r.rank % every == 0) for r in self.ranks}
+        problems = {r.rank: r.problem(told, heard, r.rank % every == 0) for r in self.ranks}
         wrong = {rank: problem for rank, problem in problems.items() if problem}
         wrong |= {rank.rank: "it is not in this step" for rank in self.ranks if rank.running != decision.seq}
         self._tell("checked", seq=decision.seq, wrong=dict(list(wrong.items())[:3]), workers=len(decision.workers))
@@ -278,7 +281,7 @@ class ShadowReplica:
             tree = ControlTree(
                 rank=first, shape=shape, token=settings.token.encode(), job=settings.job,
                 incarnation=settings.incarnation, host="127.0.0.1", leader_address=("127.0.0.1", settings.port),
-                listen_fd=settings.listener if first == 0 else None, welcome=b"", on_down=_for_all(ranks),
+                listen_fd=settings.listener if first == 0 else None, welcome=b"", on_down=self._for_all(ranks),
                 on_up=self._on_up, on_together=self._on_together,
                 on_lost=self._on_lost, holds=min(holds, settings.ranks - first),
             )  # fmt: skip
@@ -291,6 +294,24 @@ class ShadowReplica:
     async def _join(self, tree: ControlTree, gate: asyncio.Semaphore) -> None:
         async with gate:
             await tree.start(JOIN_S)
+
+    def _for_all(self, ranks: Sequence[ShadowRank]) -> Callable[[bytes, bytes], None]:
+        """What comes down for a process of the tree, read once and given to each of its ranks."""
+
+        def on_down(common: bytes, records: bytes) -> None:
+            heard = heard_in(common)
+            if isinstance(heard, Continued | Announced | Changed):
+                width = len(records) // len(ranks)
+                for n, rank in enumerate(ranks):
+                    rank.on_decided(heard, records[n * width : (n + 1) * width] if width else b"")
+                self.on_decided(heard.seq, len(ranks))
+                return
+            for rank in ranks:
+                rank.on_other(heard)
+            if isinstance(heard, Committed | Verdict):
+                self.on_verdict(heard.seq, len(ranks))
+
+        return on_down
 
     def _record(self, layout: str) -> JobRecord:
         settings = self.settings
@@ -363,17 +384,6 @@ class ShadowReplica:
     def _tell(self, event: str, **fields: object) -> None:
         sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
         sys.stdout.flush()
-
-
-def _for_all(ranks: Sequence[ShadowRank]) -> Any:
-    """What comes down for a process of the tree, given to each of its ranks."""
-
-    def on_down(common: bytes, records: bytes) -> None:
-        width = len(records) // len(ranks)
-        for n, rank in enumerate(ranks):
-            rank.on_down(common, records[n * width : (n + 1) * width])
-
-    return on_down
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ from keepstep.protocol.messages import (
 )
 from keepstep.protocol.quorum import chain, decide, speculate
 from keepstep.runtime.checkpoint_store import MANIFEST, CheckpointStore, FileRow, Manifest, Part
-from keepstep.runtime.decided import Inbox, Outbox, encode_down
+from keepstep.runtime.decided import Inbox, Outbox, encode_down, heard_in
 from keepstep.runtime.endpoints import Endpoints, endpoint_in
 from keepstep.runtime.environment import Environment
 from keepstep.runtime.etcd_members import parse_url
@@ -387,13 +387,16 @@ def together(data: bytes) -> None:
 
 
 def told(data: bytes) -> None:
-    """What a rank hears: the common bytes, and the end of them as its own record, however long that is."""
+    """What a rank hears, at first or after a decision: the common bytes, and the end of them as its own record, however long."""
     for cut in (len(data), len(data) - len(ANNOUNCED[1])):
-        member = DECISION.members[0]
-        inbox = Inbox(member.replica_id, member.incarnation)
-        with contextlib.suppress(RemoteProtocolError):
-            for _ in range(2):
-                inbox.message(inbox.hear(data[:cut], data[cut:]))
+        for before in ((), (ANNOUNCED,)):
+            member = DECISION.members[0]
+            inbox = Inbox(member.replica_id, member.incarnation)
+            with contextlib.suppress(RemoteProtocolError):
+                for common, record in (*before, *[(data[:cut], data[cut:])] * 2):
+                    heard = heard_in(common)
+                    inbox.hear(heard, record)
+                    inbox.message(heard)
 
 
 def control_message(data: bytes) -> None:
@@ -434,14 +437,18 @@ OTHERS = (
 )
 
 
-def announced() -> tuple[bytes, bytes]:
-    """What the leader of the first member says about DECISION, with the addresses of its neighbours."""
-    outbox = Outbox(DECISION.members[0].replica_id)
-    common, record, _ = outbox.tell(DECISION, {life: Endpoints.of(ENDPOINTS) for life in outbox.news(DECISION)})
-    return common, record
+def told_of(*decisions: Decision) -> list[tuple[bytes, bytes]]:
+    """What the leader of the first member says about these, with the addresses of its neighbours."""
+    outbox, said = Outbox(DECISION.members[0].replica_id), []
+    for decision in decisions:
+        common, record, _ = outbox.tell(decision, {life: Endpoints.of(ENDPOINTS) for life in outbox.news(decision)})
+        said.append((common, record))
+    return said
 
 
-ANNOUNCED = announced()
+OTHER_LIFE = replace(MEMBERS[1], incarnation=Incarnation("life-2"))
+AFTER = replace(DECISION, seq=Seq(4), quorum_id=QuorumId(4), members=(MEMBERS[0], OTHER_LIFE))
+ANNOUNCED, CHANGED = told_of(DECISION, AFTER)
 
 
 def put(key: bytes, value: bytes, revision: int) -> Any:
@@ -673,7 +680,16 @@ TARGETS: dict[str, Target] = {
     ),
     "control message": Target(control_message, tuple(encode_frame(message) for message in MESSAGES)),
     "said together": Target(together, (struct.pack("<BQ?", 1, 3, True), struct.pack("<BQ?", 2, 3, False))),
-    "told": Target(told, (ANNOUNCED[0] + ANNOUNCED[1], b"c" + bytes(8), b"v" + bytes(8), encode_down(MESSAGES[1]))),
+    "told": Target(
+        told,
+        (
+            ANNOUNCED[0] + ANNOUNCED[1],
+            CHANGED[0] + CHANGED[1],
+            b"c" + bytes(8),
+            b"v" + bytes(8),
+            encode_down(MESSAGES[1]),
+        ),
+    ),
     "report": Target(store_report, (encode(REPORT), encode(replace(REPORT, ledger=STREAMS)), encode(OTHERS[0]))),
     "decision": Target(
         store_decision,

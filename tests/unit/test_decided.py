@@ -1,16 +1,19 @@
 """A decision comes down as little as its ranks do not know, and they know the same afterwards."""
 
 from dataclasses import replace
+from random import Random
 
+import msgspec
 import pytest
 from machines import C, W, decision, member
 
 from keepstep.protocol.errors import RemoteProtocolError
 from keepstep.protocol.follow import follow, for_ranks
-from keepstep.protocol.ids import QuorumId, ReplicaId, Seq
+from keepstep.protocol.ids import Incarnation, QuorumId, ReplicaId, Seq, Step
 from keepstep.protocol.messages import (
     Decided,
     Decision,
+    Downward,
     Endpoint,
     Kind,
     LedgerState,
@@ -20,7 +23,7 @@ from keepstep.protocol.messages import (
 )
 from keepstep.protocol.quorum import SeenReport, View, decide, speculate
 from keepstep.protocol.step import after_commit
-from keepstep.runtime.decided import NOWHERE, Inbox, Outbox, encode_down
+from keepstep.runtime.decided import NOWHERE, Changed, Inbox, Outbox, _Member, difference, encode_down, heard_in
 from keepstep.runtime.endpoints import Endpoints
 
 RANKS = 3
@@ -36,6 +39,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.outbox = Outbox(ReplicaId(0))
+        self.kind, self.common = b"", 0  # of what was told last, and how long what all are told alike was
         self.inboxes = [Inbox(ReplicaId(0), member(0, W).incarnation) for _ in range(RANKS)]
 
     def tell(self, what: Decision) -> tuple[int, list[Decided]]:
@@ -45,11 +49,17 @@ class Replica:
         }
         common, records, width = self.outbox.tell(what, tables)
         heard = [
-            inbox.message(inbox.hear(common, records[rank * width : (rank + 1) * width]))
-            for rank, inbox in enumerate(self.inboxes)
+            hear(inbox, common, records[rank * width : (rank + 1) * width]) for rank, inbox in enumerate(self.inboxes)
         ]
         assert all(isinstance(message, Decided) and message.decision == for_ranks(what) for message in heard)
+        self.kind, self.common = common[:1], len(common)
         return len(common) + len(records), heard  # type: ignore[return-value]
+
+
+def hear(inbox: Inbox, common: bytes, record: bytes) -> Downward:
+    heard = heard_in(common)
+    inbox.hear(heard, record)
+    return inbox.message(heard)
 
 
 def addresses(heard: Decided) -> list[Endpoint]:
@@ -117,6 +127,96 @@ def test_only_new_neighbours_are_told() -> None:
     replica.tell(back)
 
 
+WITHOUT_4 = replace(FIVE, seq=Seq(4), quorum_id=QuorumId(4), members=FIVE.members[:4])
+
+
+def rejoined() -> tuple[Decision, Decision]:
+    """Replica 4 was lost, the step committed without it, and it is back: for a fetch, and then still at it."""
+    go_on = after(WITHOUT_4)
+    back = replace(
+        go_on, quorum_id=QuorumId(go_on.seq), members=(*go_on.members, member(4, C, fetch=True, life=1)), reason="back"
+    )
+    assert back.ledger is not None
+    fetching = replace(after(replace(back, members=go_on.members)), quorum_id=back.quorum_id)
+    return back, replace(fetching, members=(*fetching.members, member(4, C, life=1)))
+
+
+def test_a_change_is_told_as_who_went_and_who_came() -> None:
+    replica = Replica()
+    replica.tell(FIVE)
+    assert replica.kind == b"a"
+    back, fetching = rejoined()
+    for what, most in ((WITHOUT_4, 20), (back, 150)):
+        replica.tell(what)
+        assert replica.kind == b"d"
+        assert replica.common < most, "it does not grow with those who stay"
+    told, _ = replica.tell(fetching)
+    assert told == 9, "that somebody catches up is what is expected"
+    caught_up = replace(fetching, seq=Seq(fetching.seq + 1), step=Step(fetching.step + 1))
+    replica.tell(replace(caught_up, members=(*caught_up.members[:4], member(4, W, 99, life=1))))
+    assert replica.kind == b"d"
+
+
+def test_whatever_comes_after_whatever_is_heard_as_it_is() -> None:
+    """Members that go, come, change their roles, lives and places; other fields too. Also after what was not to be expected."""
+    random = Random(7)
+    for _ in range(60):
+        replica, seq = Replica(), 3
+        for _ in range(6):
+            others = random.sample(range(1, 7), random.randrange(7))
+            members = [member(n, random.choice((W, C)), life=random.randrange(2)) for n in others]
+            members.insert(random.randrange(len(members) + 1), member(0, W, 0))
+            kind = random.choice((Kind.TRAIN, Kind.TRAIN, Kind.GATHER))
+            what = replace(FIVE, seq=Seq(seq), quorum_id=QuorumId(seq), kind=kind, members=tuple(members))
+            _, heard = replica.tell(replace(what, step=Step(random.randrange(3))))
+            told = {peer.replica_id: peer.endpoint for peer in heard[1].peers}
+            if kind is Kind.TRAIN:
+                at = members.index(member(0, W, 0))
+                near = {members[at - 1].replica_id, members[(at + 1) % len(members)].replica_id} - {ReplicaId(0)}
+                assert all(told[n] == listens(n, 1) for n in near)
+            seq += random.randrange(1, 3)
+
+
+def test_a_difference_leads_from_one_to_the_other() -> None:
+    five = FIVE.members
+    for other in ((), five[1:], five[::-1], (five[4], *five[:4]), (*five[:2], member(2, C), *five[3:])):
+        gone, come = difference(five, other)
+        rest = [m for m in five if m.replica_id not in gone]
+        for place, m in come:
+            rest.insert(place, m)
+        assert tuple(rest) == other
+
+
+def test_a_difference_from_something_else_is_refused() -> None:
+    """Whoever missed a decision, or has just begun, cannot take a difference for a decision."""
+    replica, late = Replica(), Inbox(ReplicaId(0), member(0, W).incarnation)
+    replica.tell(FIVE)
+    common, _, _ = replica.outbox.tell(
+        WITHOUT_4, {life: Endpoints.of([listens(life[0], 0)]) for life in replica.outbox.news(WITHOUT_4)}
+    )
+    assert common[:1] == b"d"
+    with pytest.raises(RemoteProtocolError, match="was not heard of here"):
+        late.hear(heard_in(common), b"")
+    said = heard_in(common)
+    assert isinstance(said, Changed)
+    record = bytes((said.length + 4) * len(said.told))
+    one = said.come or ((0, _Member(ReplicaId(9), Incarnation("j0"), False, False, ())),)
+    for wrong, why in (
+        ({"gone": (ReplicaId(7),)}, "not in the one before"),
+        ({"gone": (ReplicaId(0),)}, "does not name this life"),
+        ({"come": ((99, one[0][1]),)}, "in place 99"),
+        ({"come": ((-1, one[0][1]),)}, "in place -1"),
+        ({"seq": said.seq + 1, "rest": msgspec.msgpack.encode(for_ranks(WITHOUT_4))}, "is called 4 inside"),
+        ({"rest": b"?"}, "malformed decision"),
+    ):
+        rank = Replica()
+        rank.tell(FIVE)
+        heard = msgspec.structs.replace(said, **wrong)
+        rank.inboxes[0].hear(heard, record)
+        with pytest.raises(RemoteProtocolError, match=why):
+            rank.inboxes[0].message(heard)
+
+
 def test_whoever_fetches_is_told_of_all_who_hold_the_state() -> None:
     replica = Replica()
     members = (member(0, C, fetch=True), *FIVE.members[1:4], member(4, C))
@@ -143,12 +243,15 @@ def test_an_alone_replica_needs_nobody() -> None:
         b"oxx",
         b"?",
         b"a\x96\x01\x01\x90\x90\x00\xc4\x00",
+        b"d",
+        b"d\xff",
+        b"d\x99\x00\x01\x01\xc2\x90\x90\x90\x00\xc4\x00",
     ],
 )
 def test_nonsense_is_refused(data: bytes) -> None:
     inbox = Inbox(ReplicaId(0), member(0, W).incarnation)
     with pytest.raises(RemoteProtocolError):
-        inbox.hear(data, b"")
+        hear(inbox, data, b"")
 
 
 def test_a_decision_without_its_addresses_or_out_of_order_is_refused() -> None:
@@ -158,21 +261,21 @@ def test_a_decision_without_its_addresses_or_out_of_order_is_refused() -> None:
     inbox = replica.inboxes[0]
     for record in (b"", records[: width - 1], records):
         with pytest.raises(RemoteProtocolError, match="bytes of addresses"):
-            inbox.hear(common, record)
-    inbox.hear(common, records[:width])
+            hear(inbox, common, record)
+    hear(inbox, common, records[:width])
     for again in (common, b"c" + (3).to_bytes(8, "little"), b"c" + (5).to_bytes(8, "little")):
         with pytest.raises(RemoteProtocolError):
-            inbox.hear(again, records[:width])
+            hear(inbox, again, records[:width])
 
 
 @pytest.mark.parametrize("verdict", [Verdict(seq=Seq(3), commit=True), Verdict(seq=Seq(3), commit=False, reason="no")])
 def test_other_messages_pass(verdict: Verdict) -> None:
     inbox = Inbox(ReplicaId(0), member(0, W).incarnation)
-    assert inbox.message(inbox.hear(encode_down(verdict), b"")) == verdict
+    assert hear(inbox, encode_down(verdict), b"") == verdict
     assert len(encode_down(Verdict(seq=Seq(3), commit=True))) == 9
 
 
 def test_nothing_is_expected_after_a_decision_that_is_not_for_training() -> None:
     assert follow(replace(FIVE, kind=Kind.GATHER)) is None
-    assert follow(replace(FIVE, members=(*FIVE.members[:4], member(4, C)))) is None
+    assert follow(replace(FIVE, members=(member(4, C),))) is None
     assert follow(replace(FIVE, members=tuple(replace(m, units=()) for m in FIVE.members))) is None
