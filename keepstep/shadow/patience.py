@@ -5,12 +5,23 @@ A rank that is frozen or silent is found so many times later than in a real run;
 
 from types import ModuleType
 
-from keepstep.runtime import etcd, gate, rank, state_connection, state_fetcher, state_server, tree, tree_joining
+from keepstep.runtime import (
+    etcd,
+    etcd_lease,
+    gate,
+    rank,
+    state_connection,
+    state_fetcher,
+    state_server,
+    tree,
+    tree_joining,
+)
 
 WAITS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (tree, ("TICK_S",)),
     (tree_joining, ("GREET_S",)),
-    (etcd, ("QUIET_S", "ANSWER_S")),
+    (etcd, ("CALL_S", "QUIET_S", "ANSWER_S")),
+    (etcd_lease, ("CALL_S",)),
     (rank, ("FIRST_LOOK_S", "CLOSE_S", "FATAL_GRACE_S")),
     (gate, ("PROVE_S",)),
     (state_connection, ("SILENT_S", "AGAIN_FOR_S")),
@@ -20,7 +31,7 @@ WAITS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
 
 
 def be_patient(times: float) -> None:
-    """In a process that makes no rank but those of this run."""
+    """In a process that has to do with no other run."""
     for module, names in WAITS:
         for name in names:
             setattr(module, name, getattr(module, name) * times)

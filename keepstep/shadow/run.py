@@ -13,6 +13,7 @@ from keepstep.observe.records import Record, read_run
 from keepstep.observe.summary import summarize
 from keepstep.protocol.errors import ConfigError
 from keepstep.shadow.measure import Memory, measure
+from keepstep.shadow.patience import be_patient
 from keepstep.shadow.settings import ShadowSettings
 from keepstep.shadow.verify import Verdict, judge
 
@@ -26,6 +27,7 @@ def run_shadow(settings: LaunchSettings, shadow: ShadowSettings, json_file: Path
     shadow = replace(shadow, patience=ShadowSettings.patience_for(ranks))
     settings = replace(settings, finish_grace_s=settings.finish_grace_s * shadow.patience)
     os.environ.update(shadow.variables(os.environ))
+    be_patient(shadow.patience)
     with Memory(settings.run_dir) as memory:
         code = launch(settings)
     run = read_run(settings.run_dir)

@@ -21,7 +21,7 @@ WAITS_S = {  # as `runtime.environment` has them
     "KEEPSTEP_START_WAIT_S": 60.0,
     "KEEPSTEP_STRAGGLER_S": 60.0,
 }
-NICE = 5  # of a rank: etcd and the launcher come first
+NICE = 15  # of a rank: etcd and the launcher come first
 RANKS_A_PROCESSOR = 16  # for which the product's own deadlines do
 
 
