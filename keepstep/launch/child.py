@@ -14,6 +14,8 @@ import runpy
 import signal
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -27,8 +29,19 @@ def tie_to_parent(parent: int) -> None:
         os._exit(GONE)
 
 
+def step_aside(env: Mapping[str, str]) -> None:
+    """With KEEPSTEP_NICE, whatever keeps the job together gets a processor before us. Where Linux groups processes by session,
+    that is said of the session."""
+    nice = env.get("KEEPSTEP_NICE")
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, 0, int(nice))
+        with contextlib.suppress(OSError):  # this kernel does not group them
+            Path("/proc/self/autogroup").write_text(nice)
+
+
 def become(args: list[str]) -> NoReturn:
     """Runs the script as `python SCRIPT ARGS...` would, and ends the process."""
+    step_aside(os.environ)
     script = args[0]
     os.environ["KEEPSTEP_SCRIPT_AT"] = repr(time.monotonic())  # for the `entered` event
     sys.argv = args

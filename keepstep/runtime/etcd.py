@@ -131,12 +131,12 @@ class EtcdStore:
         self._closed = True
         await self._members.close()
 
-    async def call(self, work: Coroutine[Any, Any, T], *, timeout: float = CALL_S) -> T:
+    async def call(self, work: Coroutine[Any, Any, T], *, timeout: float | None = None) -> T:
         """Awaits an etcd call; whatever goes wrong becomes a StoreError."""
         if self._closed:
             work.close()
             raise StoreError("the connection to the store is closed")
-        client = self.client
+        client, timeout = self.client, CALL_S if timeout is None else timeout
         try:
             async with asyncio.timeout(timeout):  # not wait_for: that of Python 3.11 can swallow a cancellation
                 return await work

@@ -21,7 +21,7 @@ CALL_S = 5.0
 class Call(Protocol):
     """Awaits an etcd call; whatever goes wrong becomes a StoreError."""
 
-    async def __call__(self, work: Coroutine[Any, Any, T], *, timeout: float = CALL_S) -> T: ...
+    async def __call__(self, work: Coroutine[Any, Any, T], *, timeout: float | None = None) -> T: ...
 
 
 class Lease:

@@ -67,6 +67,7 @@ from keepstep.runtime.wire import decode_frame
 log = logging.getLogger("keepstep")
 T = TypeVar("T")
 
+CLOSE_S = 15.0  # for what every rank has to say at the end
 SAVE_S = 60.0  # for a checkpoint that is being written when the job ends
 FIRST_LOOK_S = (
     10.0  # for the store to answer a first life, whose address may be wrong; a later one waits as the others do
@@ -295,7 +296,7 @@ class RankRuntime:
         if self._plane is not None:
             self._plane.serve({})
         try:
-            self._call(self._close(), timeout=15.0)
+            self._call(self._close(), timeout=CLOSE_S)
         finally:
             for part in (self._engine, self._fetcher):
                 if part is not None:

@@ -10,12 +10,14 @@ CUDA graphs. `torch.compile` does nothing.
 
 import contextlib
 import os
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import fake_tensor
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
@@ -37,6 +39,7 @@ def replace_device() -> ShapesOnly:
     _replace_collectives()
     _replace_fsdp()
     _replace_compile()
+    _forget_stacks()
     mode = ShapesOnly()
     mode.__enter__()  # type: ignore[no-untyped-call]
     Moved().__enter__()  # type: ignore[no-untyped-call]
@@ -185,7 +188,12 @@ def _replace_collectives() -> None:
 
     def mesh_of_cpu(self: Any, device_type: str, *args: Any, **more: Any) -> None:
         more.pop("backend_override", None)
-        make_mesh(self, "cpu", *args, **more)
+        told = torch.cuda.is_available
+        _put(torch.cuda, is_available=lambda: False)  # or a mesh of all ranks would connect all of them once more
+        try:
+            make_mesh(self, "cpu", *args, **more)
+        finally:
+            _put(torch.cuda, is_available=told)
 
     for module in (dist, distributed_c10d):
         _put(module, init_process_group=init_process_group)
@@ -204,6 +212,11 @@ def _replace_fsdp() -> None:
         _put(module, _get_device_handle=handle)
     _put(_fully_shard, _get_device_from_mesh=lambda mesh: META)
     _put(_fsdp_param_group.FSDPParamGroup, _validate_no_meta_params=_silent())
+
+
+def _forget_stacks() -> None:
+    """torch plans an operation on DTensors with tensors of its own, and keeps the stack of each: the text of all its sources."""
+    _put(fake_tensor, traceback=types.SimpleNamespace(extract_stack=list, format_list=traceback.format_list))
 
 
 def _replace_compile() -> None:

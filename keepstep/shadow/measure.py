@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -15,7 +16,7 @@ SAMPLE = 8  # ranks, whose pages are counted: the kernel walks all of them
 
 class Memory:
     """Samples ranks of a run while the `with` block lasts, in a thread. `rank_bytes`: the most that the median rank had that no
-    other process shares."""
+    other process shares, while all ranks lived: what ranks share is the last one's when the others have ended."""
 
     def __init__(self, run_dir: Path) -> None:
         self.rank_bytes = 0
@@ -34,19 +35,24 @@ class Memory:
 
     def _work(self) -> None:
         while not self._ended.wait(EVERY_S):
-            pids = [pid for e in read_lines(self._launcher) if e["event"] == "spawn" for pid in e["pids"]]
-            own = [n for pid in pids[:: max(1, len(pids) // SAMPLE)] if (n := own_bytes(pid)) is not None]
-            if own:
+            lives = {e["replica"]: e["pids"] for e in read_lines(self._launcher) if e["event"] == "spawn"}
+            own = [n for pid in sample([*lives.values()]) if (n := own_bytes(pid)) is not None]
+            if own and all(os.path.exists(f"/proc/{pid}") for pids in lives.values() for pid in pids):
                 self.rank_bytes = max(self.rank_bytes, int(median(own)))
 
 
+def sample(lives: Sequence[Sequence[int]]) -> list[int]:
+    """Some processes of all, each another rank of its replica: rank 0, which leads it, has more to hold than the others."""
+    return [pids[n % len(pids)] for n in range(SAMPLE) for pids in [lives[n % len(lives)]]] if lives else []
+
+
 def own_bytes(pid: int) -> int | None:
-    """Bytes that only this process has; None if it has ended."""
+    """Bytes that this process has written and no other has; None if it has ended. Pages of libraries are nobody's own."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return None
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty"))
 
 
 def measure(run: Run, *, ranks: int, memory: Memory, verdict: Verdict) -> Record:

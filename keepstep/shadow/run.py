@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,21 @@ from keepstep.observe.records import Record, read_run
 from keepstep.observe.summary import summarize
 from keepstep.protocol.errors import ConfigError
 from keepstep.shadow.measure import Memory, measure
+from keepstep.shadow.patience import be_patient
 from keepstep.shadow.settings import ShadowSettings
 from keepstep.shadow.verify import Verdict, judge
+
+DESCRIPTORS, DESCRIPTORS_MORE = 4, 512  # for a rank: its output, its log, its end; and for what else there is
 
 
 def run_shadow(settings: LaunchSettings, shadow: ShadowSettings, json_file: Path | None = None) -> int:
     """Runs the job; returns its exit code, or 1 if what it left behind is not what it must be. Ranks inherit our environment."""
     ranks = settings.replicas * settings.ranks
+    _have_descriptors(settings, DESCRIPTORS * ranks + DESCRIPTORS_MORE)
     shadow = replace(shadow, patience=ShadowSettings.patience_for(ranks))
+    settings = replace(settings, finish_grace_s=settings.finish_grace_s * shadow.patience)
     os.environ.update(shadow.variables(os.environ))
+    be_patient(shadow.patience)
     with Memory(settings.run_dir) as memory:
         code = launch(settings)
     run = read_run(settings.run_dir)
@@ -30,6 +37,16 @@ def run_shadow(settings: LaunchSettings, shadow: ShadowSettings, json_file: Path
     if json_file is not None:
         json_file.write_text(json.dumps(measured, indent=1) + "\n")
     return code or (1 if verdict.problems else 0)
+
+
+def _have_descriptors(settings: LaunchSettings, needed: int) -> None:
+    """Raises ConfigError if the launcher may not have so many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        settings.take_back()
+        raise ConfigError(f"a process may open {hard} files here, and so many ranks need {needed}: raise `ulimit -Hn`")
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def step_of(run_dir: Path) -> float:

@@ -14,7 +14,14 @@ from keepstep.protocol.errors import ConfigError
 
 VARIABLE = "KEEPSTEP_SHADOW"
 PRELOAD = "keepstep.shadow.preload"
-LEASE_S, SLOW_FLOOR_S = 2.0, 1.0  # as `runtime.environment` has them
+WAITS_S = {  # as `runtime.environment` has them
+    "KEEPSTEP_LEASE_S": 2.0,
+    "KEEPSTEP_SLOW_FLOOR_S": 1.0,
+    "KEEPSTEP_SLOW_CEILING_S": 300.0,
+    "KEEPSTEP_START_WAIT_S": 60.0,
+    "KEEPSTEP_STRAGGLER_S": 60.0,
+}
+NICE = 15  # of a rank: etcd and the launcher come first
 RANKS_A_PROCESSOR = 16  # for which the product's own deadlines do
 
 
@@ -24,9 +31,7 @@ class ShadowSettings:
 
     step_s: float = 0.0  # forward and backward of a step take at least so many seconds
     state_fraction: float = 0.001  # of the bytes of weights, gradients and optimizer state that are real
-    patience: float = (
-        1.0  # lease and silence of links are so many times as long: hundreds of ranks share two processors
-    )
+    patience: float = 1.0  # every wait is so many times as long: hundreds of ranks share two processors
 
     def __post_init__(self) -> None:
         if not 0 <= self.step_s < math.inf:
@@ -37,8 +42,8 @@ class ShadowSettings:
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:
         """For the environment of the launcher, `env` so far; ranks inherit it."""
         return {
-            "KEEPSTEP_LEASE_S": env.get("KEEPSTEP_LEASE_S", str(LEASE_S * self.patience)),
-            "KEEPSTEP_SLOW_FLOOR_S": env.get("KEEPSTEP_SLOW_FLOOR_S", str(SLOW_FLOOR_S * self.patience)),
+            **{name: env.get(name, str(seconds * self.patience)) for name, seconds in WAITS_S.items()},
+            "KEEPSTEP_NICE": env.get("KEEPSTEP_NICE", str(NICE)),
             VARIABLE: json.dumps(asdict(self)),
             "KEEPSTEP_PRELOAD": PRELOAD,
             "MALLOC_ARENA_MAX": os.environ.get(

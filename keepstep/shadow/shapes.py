@@ -27,12 +27,23 @@ from keepstep.protocol.errors import ConfigError
 
 META = torch.device("meta")
 REPLACED = ("cuda",)  # device types that become META
+_NAMES = (str, torch.device)  # what names one
 
 aten = torch.ops.aten
 _NEED_VALUES = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount", "equal"}
 _FINITE: dict[Any, bool] = {torch.isfinite: True, torch.isnan: False, torch.isinf: False}
 _FINITE |= {torch.Tensor.isfinite: True, torch.Tensor.isnan: False, torch.Tensor.isinf: False}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_FILLS = {
+    "normal_",
+    "uniform_",
+    "zero_",
+    "fill_",
+    "random_",
+    "bernoulli_",
+    "exponential_",
+    "log_normal_",
+}  # nothing but values
 
 
 class Calls:
@@ -91,6 +102,8 @@ class ShapesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         if func.namespace == "c10d":
             return self._collective(func, args, found)
         name = func._opname
+        if name in _FILLS:
+            return args[0]
         if name == "_local_scalar_dense":
             return _number(args[0])
         if name in _NEED_VALUES:
@@ -127,9 +140,11 @@ class Moved(TorchFunctionMode):
             return torch.full(args[0].shape, _FINITE[func])
         if func is torch.device:
             return func(*args, **kwargs)  # the name may stay; what is on it is not
-        if any(_is_replaced(arg) for arg in args):
-            args = tuple(META if _is_replaced(arg) else arg for arg in args)
-        if _is_replaced(kwargs.get("device")):
+        for arg in args:
+            if type(arg) in _NAMES and _is_replaced(arg):
+                args = tuple(META if _is_replaced(arg) else arg for arg in args)
+                break
+        if kwargs and _is_replaced(kwargs.get("device")):
             kwargs = {**kwargs, "device": META}
         return func(*args, **kwargs)
 

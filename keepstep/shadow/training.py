@@ -37,7 +37,7 @@ from keepstep.training.training import Step, check_sharding
 FORWARD = 1 / 3  # of a step's time; backward takes twice as long
 CHUNK_BYTES_MIN = 4096
 NO_BACKWARD = -1  # torch's number of the backward pass that runs, if none does
-COMPUTE_NICE = 10  # for the main thread: what computes would not take this machine's processors
+COMPUTE_NICE = 19  # for the main thread: what computes would not take this machine's processors
 
 
 class ShadowTraining(real.Training):

@@ -118,7 +118,7 @@ def _check_finished(job: Job) -> None:
 def _join() -> Job:
     was_spare = stand_by(os.environ)
     env = Environment.from_env(os.environ)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _show_log()
     if env.host.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would look the host's name up, which can take seconds
     env = _with_torchrun(env) if env.leader_address is None else env
@@ -153,6 +153,15 @@ def _join() -> Job:
     mesh = init_device_mesh("cpu", (env.world_size,), mesh_dim_names=("shard",))
     runtime.emit("joined", cpu_s=process_time())
     return Job(env, runtime, mesh)
+
+
+def _show_log() -> None:
+    """Unless the script has said already how it wants its log."""
+    root = logging.getLogger()
+    if not root.handlers:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        if root.level != logging.INFO:  # to set a level touches every logger there is
+            root.setLevel(logging.INFO)
 
 
 def _with_torchrun(env: Environment) -> Environment:
