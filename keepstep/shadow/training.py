@@ -61,7 +61,9 @@ class ShadowTraining(real.Training):
         check_sharding(model, job.size)
         self.script_model, fraction = model, self.settings.state_fraction
         self.stand_in = StandIn(model, optimizer, mesh=job.mesh, bucket_bytes=bucket_bytes, fraction=fraction)
-        engine = engine or EngineSettings()
+        engine, patience = engine or EngineSettings(), self.settings.patience
+        # Those that catch up work their first step out when the others have done theirs: that is no lack of progress.
+        floor_s = engine.progress_floor_s if patience == 1 else engine.progress_ceiling_s
         chunk = max(CHUNK_BYTES_MIN, int(engine.chunk_bytes * fraction) // 64 * 64)
         super().__init__(
             job,
@@ -72,9 +74,9 @@ class ShadowTraining(real.Training):
             engine=dataclasses.replace(
                 engine,
                 chunk_bytes=min(chunk, engine.chunk_bytes),
-                progress_floor_s=engine.progress_floor_s * self.settings.patience,
-                progress_ceiling_s=engine.progress_ceiling_s * self.settings.patience,
-                link=_patient(engine.link, self.settings.patience),
+                progress_floor_s=floor_s * patience,
+                progress_ceiling_s=engine.progress_ceiling_s * patience,
+                link=_patient(engine.link, patience),
             ),
             **more,
         )
