@@ -8,7 +8,7 @@ kill comes when all three have trained together for a while.
 
     stall         longest gap between two commits of a survivor, from the kill to the first commit without the victim,
                   minus the steady step
-    rejoin        longest gap of a survivor in the steps around the victim's return, minus the steady step
+    rejoin        longest gap of a survivor in the steps around the victim's return, and after the stall, minus the steady step
     dropped       steps whose gradients were computed and then thrown away by the survivors
     bits          whether replicas that committed the same step hold the same parameters (sampled)
 
@@ -247,12 +247,13 @@ def analyse(rows: list[Row], kills: list[Row], step_s: float) -> Row:
         stall, rejoin = 0.0, None
         for pid in {r["pid"] for r in rows if r["mono"] < kill["mono"]} - {kill["pid"]}:
             after = [(row, gap) for row, gap in gaps(rows, pid) if kill["mono"] < row["mono"] < until]
+            over = 0  # steps of the stall
             for row, gap in after:
-                stall = max(stall, gap)
+                stall, over = max(stall, gap), over + 1
                 if row["members"] < REPLICAS:
                     break
-            if first and after:
-                around = [gap for row, gap in after if first["step"] - 3 <= row["step"] <= first["step"] + 2]
+            if first and after:  # it may be back within a second: the stall does not count twice
+                around = [gap for row, gap in after[over:] if first["step"] - 3 <= row["step"] <= first["step"] + 2]
                 rejoin = max([*around, rejoin or 0.0])
         stalls.append(stall - step_s)
         if rejoin is not None:
