@@ -28,9 +28,7 @@ class Clock:
     """One clock, and how well it is known."""
 
     names: tuple[str, ...]  # of the directories whose records it stamped
-    against: str = (
-        ""  # a directory with the clock that this one was compared with; empty: all others are set by this one
-    )
+    against: str = ""  # a directory whose clock this one was compared with; empty: all others are set by this one
     shift_s: float = 0.0  # was added to its times
     decisions: int = 0  # that were seen with both; 0: the wall clocks had to do
     likely_s: float | None = None  # nine of ten of these decisions agree on the shift within so much
